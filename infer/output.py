@@ -1,0 +1,46 @@
+"""What a request gives back, in vLLM's shape. Records only."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from infer.verify import mean_acceptance_length
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class TierMetrics:
+    """How one tier judged what was proposed to it."""
+
+    tier: str  # name of the judging tier: "intermediate", "target"
+    num_drafts: int = 0  # rounds in which something was proposed
+    num_draft_tokens: int = 0
+    num_accepted: int = 0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        return mean_acceptance_length(self.num_accepted, self.num_drafts)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    tiers: tuple[TierMetrics, ...] = ()  # from the first judge to the target; empty if nothing was drafted
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    index: int
+    text: str
+    token_ids: tuple[int, ...]  # up to and including the token that ended the text
+    finish_reason: FinishReason | None = None  # None while the request runs
+    stop_reason: int | str | None = None  # the stop token id or stop string; None for EOS and other ends
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    request_id: str
+    prompt: str | None  # None if the request came as token ids
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    finished: bool
+    metrics: RequestMetrics = RequestMetrics()

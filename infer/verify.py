@@ -1,0 +1,47 @@
+"""What it means to accept a token. One rule for both judgements (intermediate and target), for greedy and sampling.
+
+Knows only token ids: what the proposer drafted and what the judge picked at the same positions (`sampler.pick`).
+`train` uses the same functions, so that the acceptance shown in training is the acceptance served.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Shape legend: B rows, K drafted tokens at most
+
+
+class Verdict(NamedTuple):
+    num_accepted: Tensor  # [B] int64, 0 <= num_accepted <= num_drafted
+    own_token: Tensor  # [B] int64, the judge's token after the accepted ones: a correction, or the bonus token
+
+
+def verify(drafted: Tensor, num_drafted: Tensor, picks: Tensor) -> Verdict:
+    """Accept drafted tokens as long as they are what the judge picks itself.
+
+    `picks[:, j]` is the judge's token given the row and drafted[:, :j], so picks[:, 0] judges drafted[:, 0]. A drafted
+    token is accepted iff it equals the judge's pick and all tokens before it are accepted, as later picks were made
+    after a prefix that the judge did not choose (the prefix rule: Leviathan, Kalman, Matias, arXiv 2211.17192).
+    As picks are a function of (seed, choice, position) and the judge's logits, the row ends up with the judge's own
+    tokens whatever was drafted (Daliri, Musco, Suresh, arXiv 2408.07978).
+
+    A pick of -1 (the judge's logits were broken) accepts nothing, so it always surfaces as `own_token`.
+
+    drafted: [B, K] int64, anything beyond `num_drafted` [B] int64 is padding
+    picks:   [B, K + 1] int64
+    """
+    judged = picks[:, :-1]
+    is_drafted = torch.arange(drafted.shape[1], device=drafted.device) < num_drafted.unsqueeze(1)  # [B, K]
+    num_accepted = accepted_prefix_lengths((drafted == judged) & is_drafted & (judged >= 0))
+    return Verdict(num_accepted, picks.gather(1, num_accepted.unsqueeze(1)).squeeze(1))
+
+
+def accepted_prefix_lengths(matches: Tensor) -> Tensor:
+    """How many leading entries of each row of `matches` [N, K] bool are true: [N] int64."""
+    return matches.long().cumprod(dim=1).sum(dim=1)
+
+
+def mean_acceptance_length(num_accepted: int, num_drafts: int) -> float:
+    """Tokens gained per drafting round, the judge's own included: 1 + accepted / drafts, as vLLM defines it."""
+    return 1.0 + num_accepted / num_drafts if num_drafts else 1.0

@@ -1,0 +1,260 @@
+import json
+import os
+import platform
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from infer.artifact import (
+    Artifact,
+    BaseInfo,
+    BuildInfo,
+    ExitInfo,
+    Limits,
+    Manifest,
+    ProgramInfo,
+    TierInfo,
+    host_capability,
+    write_manifest,
+)
+
+BASE = BaseInfo(
+    name="tiny", revision=None, config_sha256="0" * 64, family="llama", num_layers=6, hidden_size=32, exit_size=32,
+    vocab_size=100, num_kv_heads=2, head_dim=8,
+)  # fmt: skip
+MANIFEST = Manifest(
+    base=BASE,
+    tiers=[
+        TierInfo(name="draft", start=0, stop=2, exit="draft"),
+        TierInfo(name="intermediate", start=2, stop=4, exit="intermediate"),
+        TierInfo(name="target", start=4, stop=6, exit="target"),
+    ],
+    exits=[
+        ExitInfo(name="draft", layer=2, head="layer", vocab_size=50, has_kv=True),
+        ExitInfo(name="intermediate", layer=4, head="linear", vocab_size=None, has_kv=False),
+        ExitInfo(name="target", layer=6, head="native", vocab_size=None, has_kv=False),
+    ],
+    dtypes=["float32", "bfloat16"],
+    block_size=16,
+    limits=Limits(max_model_len=64, prefill_chunk=16, max_query_len=8, max_batch=4),
+    eos_token_ids=[2],
+    provenance={"argv": ["export"], "versions": {"torch": torch.__version__}},
+)
+PROGRAM = ProgramInfo(file="draft.bin", kv_layers=[0, 1], bitwise_range=(1, 32), num_kernels={"amx": 3})
+
+
+def build(backend: str = "eager", dtype: str = "float32", **changes) -> BuildInfo:
+    here = BuildInfo(
+        backend=backend, device="cpu", dtype=dtype, torch_version=torch.__version__, machine=platform.machine(),
+        cpu_capability=host_capability(), num_threads=2, programs={"draft": PROGRAM},
+    )  # fmt: skip
+    return replace(here, **changes)
+
+
+def write(folder: Path, *builds: BuildInfo) -> Path:
+    (folder / "weights").mkdir(parents=True)
+    (folder / "weights" / "heads.safetensors").write_bytes(b"weights")
+    (folder / "config.json").write_text("{}")
+    for info in builds:
+        programs = folder / "programs" / info.folder_name
+        programs.mkdir(parents=True)
+        (programs / "draft.bin").write_bytes(b"program")
+        (programs / "build.json").write_text(info.to_json())
+    write_manifest(folder, MANIFEST)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write(tmp_path / "artifact", build())
+
+
+def edit(folder: Path, change) -> None:
+    """Tamper with hispec.json."""
+    data = json.loads((folder / "hispec.json").read_text())
+    change(data)
+    (folder / "hispec.json").write_text(json.dumps(data))
+
+
+def refuse(folder: Path, *words: str) -> None:
+    with pytest.raises(ValueError) as error:
+        Artifact.open(folder)
+    for word in (*words, "python -m export"):
+        assert word in str(error.value)
+
+
+def test_what_was_written_is_what_is_read(folder):
+    artifact = Artifact.open(folder)
+    assert replace(artifact.manifest, files={}) == MANIFEST
+    assert list(artifact.manifest.files) == sorted(artifact.manifest.files)
+    assert artifact.manifest.files["config.json"].size == 2
+    assert [s.build for s in artifact.programs()] == [build()]
+    assert Manifest.from_json(artifact.manifest.to_json()) == artifact.manifest
+    assert not (folder / "hispec.json.tmp").exists()
+
+
+def test_writing_again_gives_the_same_manifest_and_plan_may_come_later(folder):
+    first = (folder / "hispec.json").read_bytes()
+    (folder / "plan.json").write_text("{}")
+    Artifact.open(folder)
+    write_manifest(folder, MANIFEST)
+    assert (folder / "hispec.json").read_bytes() == first
+
+
+def test_a_missing_folder_or_manifest_is_named(tmp_path):
+    refuse(tmp_path / "nowhere", "nowhere")
+    refuse(tmp_path, "hispec.json")
+
+
+def test_a_missing_file_is_named(folder):
+    (folder / "weights" / "heads.safetensors").unlink()
+    refuse(folder, "weights/heads.safetensors", "missing")
+
+
+def test_a_changed_byte_is_found(folder):
+    (folder / "weights" / "heads.safetensors").write_bytes(b"weightz")
+    refuse(folder, "weights/heads.safetensors", "sha256")
+
+
+def test_a_cut_file_is_found_by_its_size(folder):
+    (folder / "weights" / "heads.safetensors").write_bytes(b"weig")
+    refuse(folder, "weights/heads.safetensors", "4 bytes", "expected 7")
+
+
+def test_a_file_without_record_is_refused(folder):
+    (folder / "weights" / "extra.pkl").write_bytes(b"")
+    refuse(folder, "weights/extra.pkl", "no record")
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "/etc/passwd", "weights/../config.json", "./config.json", "weights//heads.safetensors", "", ".",
+             "weights\\x", "C:x", "a\x00b", "hispec.json"]
+)  # fmt: skip
+def test_names_that_could_lead_elsewhere_are_refused(folder, name):
+    edit(folder, lambda data: data["files"].update({name: data["files"]["config.json"]}))
+    refuse(folder, "hispec.json")
+
+
+def test_a_link_is_refused_whether_file_or_folder(folder, tmp_path):
+    heads = folder / "weights" / "heads.safetensors"
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    os.replace(heads, outside / "heads.safetensors")
+    heads.symlink_to(outside / "heads.safetensors")
+    refuse(folder, "weights/heads.safetensors", "link")
+    heads.unlink()
+    (folder / "weights").rmdir()
+    (folder / "weights").symlink_to(outside)
+    refuse(folder, "weights", "link")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1", "null", "[]", '"x"', "[" * 100_000])
+def test_a_garbled_manifest_is_refused(folder, text):
+    (folder / "hispec.json").write_text(text)
+    refuse(folder, "hispec.json")
+
+
+def test_a_file_that_is_recorded_twice_is_refused(folder):
+    text = (folder / "hispec.json").read_text()
+    first = text[text.index('"config.json"') : text.index("}", text.index('"config.json"')) + 1]
+    (folder / "hispec.json").write_text(text.replace(first, f"{first}, {first}"))
+    refuse(folder, "config.json", "twice")
+
+
+def test_bytes_that_are_no_text_are_refused(folder):
+    (folder / "hispec.json").write_bytes(b"\xff\xfe")
+    refuse(folder, "hispec.json", "UTF-8")
+
+
+def test_a_format_of_the_future_is_refused_naming_both_versions(folder):
+    edit(folder, lambda data: data.update(format_version=2, tiers="whatever"))
+    refuse(folder, "format_version=2", "reads 1")
+
+
+@pytest.mark.parametrize("field", ["format_version", "base", "tiers", "limits", "files", "eos_token_ids"])
+def test_a_missing_field_is_named(folder, field):
+    edit(folder, lambda data: data.pop(field))
+    refuse(folder, field, "missing")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda d: d["base"].pop("head_dim"), ["base", "head_dim", "missing"]),
+        (lambda d: d["base"].update(colour="red"), ["base", "colour", "unknown"]),
+        (lambda d: d["base"].update(num_layers="6"), ["num_layers", "'6'", "int"]),
+        (lambda d: d["base"].update(num_layers=True), ["num_layers", "True", "int"]),
+        (lambda d: d["exits"][0].update(head="mlp"), ["exits[0]: head", "'mlp'"]),
+        (lambda d: d["base"].update(num_layers=8), ["layer 6", "num_layers=8"]),
+        (lambda d: d["tiers"][1].update(start=3), ["tiers", "gap"]),
+        (lambda d: d["tiers"][1].update(stop=2), ["tiers", "gap"]),
+        (lambda d: d.update(tiers=[]), ["tiers"]),
+        (lambda d: d["tiers"][0].update(exit="nope"), ["tiers.draft.exit", "nope"]),
+        (lambda d: d["exits"][0].update(layer=1), ["exits.draft.layer=1", "stop=2"]),
+        (lambda d: d["exits"][0].update(name="target"), ["names of exits"]),
+        (lambda d: d["exits"][0].update(vocab_size=101), ["exits.draft.vocab_size=101"]),
+        (lambda d: d["exits"][2].update(vocab_size=50), ["target", "full vocabulary"]),
+        (lambda d: d["limits"].update(max_batch=0), ["max_batch=0"]),
+        (lambda d: d.update(dtypes=[]), ["dtypes"]),
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_refused(folder, change, words):
+    edit(folder, change)
+    refuse(folder, *words)
+
+
+def test_auto_prefers_the_first_dtype_and_then_the_compiled_programs(tmp_path):
+    builds = [build(b, d) for b in ("eager", "inductor") for d in ("bfloat16", "float32")]
+    artifact = Artifact.open(write(tmp_path / "a", *builds))
+    assert artifact.select().build == build("inductor", "float32")
+    assert artifact.select(dtype="bfloat16").build == build("inductor", "bfloat16")
+    assert artifact.select(backend="eager").build == build("eager", "float32")
+    assert artifact.select().path.name == build("inductor", "float32").folder_name
+
+
+@pytest.mark.parametrize(
+    ("change", "here"),
+    [
+        ({"torch_version": "1.0.0"}, torch.__version__),
+        ({"machine": "pdp11"}, platform.machine()),
+        ({"cpu_capability": "AVX9000"}, host_capability()),
+    ],
+)
+@pytest.mark.parametrize("backend", ["auto", "inductor"])
+def test_programs_for_another_place_are_refused_and_eager_is_offered_not_taken(tmp_path, change, here, backend):
+    artifact = Artifact.open(write(tmp_path / "a", build("eager"), build("inductor", **change)))
+    with pytest.raises(ValueError) as error:
+        artifact.select(backend)
+    for word in (*change, *change.values(), here, "python -m export", "--backend inductor", "backend='eager'"):
+        assert word in str(error.value)
+    assert artifact.select("eager").build.backend == "eager"
+
+
+def test_eager_programs_run_on_any_machine_but_not_on_any_pytorch(tmp_path):
+    artifact = Artifact.open(write(tmp_path / "a", build(machine="pdp11", cpu_capability="none")))
+    assert artifact.select().build.machine == "pdp11"
+    artifact = Artifact.open(write(tmp_path / "b", build(torch_version="1.0.0")))
+    with pytest.raises(ValueError, match=r"torch_version is 1\.0\.0"):
+        artifact.select()
+
+
+def test_a_set_rebuilt_with_this_pytorch_is_found_beside_the_old_one(tmp_path):
+    artifact = Artifact.open(write(tmp_path / "a", build("inductor", torch_version="1.0.0"), build("inductor")))
+    assert artifact.select().build == build("inductor")
+
+
+@pytest.mark.parametrize(("wanted", "word"), [({"backend": "onnx"}, "onnx"), ({"device": "cuda"}, "cuda"),
+                                              ({"dtype": "float16"}, "float16")])  # fmt: skip
+def test_programs_that_were_never_exported_are_refused_with_what_there_is(folder, wanted, word):
+    with pytest.raises(ValueError) as error:
+        Artifact.open(folder).select(**wanted)
+    for expected in (word, "eager/float32/cpu", "python -m export"):
+        assert expected in str(error.value)
+
+
+def test_a_program_outside_its_folder_is_refused(tmp_path):
+    info = build(programs={"draft": replace(PROGRAM, file="../../weights/heads.safetensors")})
+    with pytest.raises(ValueError, match="has no record"):
+        Artifact.open(write(tmp_path / "a", info)).programs()
