@@ -1,0 +1,144 @@
+"""Exit heads: what turns the hidden states at a depth into states that an unembedding can read.
+
+Three kinds (DESIGN §4): `native` trains nothing and uses the base's own final norm; `linear` is `h + W h` with a norm of
+its own; `layer` is one more decoder layer of the base's own class with a norm of its own. This file knows nothing of
+training loops, tiers or pages: a `layer` head attends through whatever attention function its family has chosen.
+"""
+
+# Shape legend: B rows, T query positions, D hidden size, E exit size, V vocabulary
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from train.family import Family
+
+HeadKind = Literal["native", "linear", "layer"]
+HEAD_KINDS: tuple[HeadKind, ...] = ("native", "linear", "layer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExitConfig:
+    """One exit of the early-exit model.
+
+    Args:
+        name: what tiers and reports call it, `draft` or `intermediate` in the usual two-exit model.
+        layer: number of base layers below the exit, 1 ≤ layer < num_layers.
+        head: `native`, `linear` or `layer`.
+        vocab_size: number of token ids that the exit can propose, chosen by counting the target's own outputs; None
+            keeps the whole vocabulary.
+    """
+
+    name: str
+    layer: int
+    head: HeadKind = "layer"
+    vocab_size: int | None = None
+
+    @property
+    def trains(self) -> bool:
+        return self.head != "native"
+
+
+def check_exits(exits: Sequence[ExitConfig], num_layers: int, vocab_size: int) -> None:
+    """Raise ValueError naming the field unless exits are ordered by depth and lie inside the model."""
+    if not exits:
+        raise ValueError("exits is empty: give at least one exit, e.g. {name: draft, layer: 2, head: layer}")
+    below = 0
+    for exit_ in exits:
+        where = f"exits.{exit_.name}"
+        if exit_.name == "target" or [e.name for e in exits].count(exit_.name) > 1:
+            raise ValueError(f"{where}: the name {exit_.name!r} is taken; exit names are unique, and 'target' is the base's own")
+        if not exit_.name.isidentifier():
+            raise ValueError(f"{where}: the name must be a plain word, since files are named after it")
+        if not 1 <= exit_.layer < num_layers:
+            raise ValueError(f"{where}.layer={exit_.layer} must lie between 1 and {num_layers - 1}: the base has {num_layers} layers")
+        if exit_.layer <= below:
+            raise ValueError(
+                f"{where}.layer={exit_.layer} must be deeper than the exit before it (layer {below}): list exits by depth"
+            )
+        if exit_.head not in HEAD_KINDS:
+            raise ValueError(f"{where}.head={exit_.head!r} must be one of {', '.join(HEAD_KINDS)}")
+        if exit_.vocab_size is not None and not 2 <= exit_.vocab_size <= vocab_size:
+            raise ValueError(f"{where}.vocab_size={exit_.vocab_size} must lie between 2 and the base's {vocab_size}, or be null")
+        below = exit_.layer
+
+
+class ExitHead(nn.Module):
+    """Hidden states at the exit's depth → states that the unembedding reads.
+
+    The frozen parts (the base's norm of a `native` head, OPT's output projection) stay the family's: `state_dict` holds
+    what is trained and nothing else.
+    """
+
+    def __init__(self, family: Family, config: ExitConfig) -> None:
+        super().__init__()
+        self.config = config
+        self._family = family  # not a Module: the base is no child of a head
+        self.linear: nn.Linear | None = None
+        self.layer: nn.Module | None = None
+        self.norm: nn.Module | None = None
+        if config.head == "linear":
+            self.linear = nn.Linear(family.hidden_size, family.hidden_size, bias=False)
+            nn.init.zeros_(self.linear.weight)  # the untrained head is the native one
+        if config.head == "layer":
+            # the last layer is the one that knows how to speak to the final norm
+            self.layer = family.new_layer(like=family.num_layers - 1)
+        if config.trains:
+            self.norm = copy.deepcopy(family.final_norm()).requires_grad_(True)
+        self.to(family.unembedding.device)
+
+    def forward(self, hidden: Tensor, positions: Tensor, **attention: Any) -> Tensor:
+        """hidden [B, T, D], positions [B, T] → [B, T, E]; `attention` reaches a `layer` head's attention function."""
+        if self.layer is not None:
+            hidden = self._family.run_each([self.layer], hidden, positions, **attention)
+        return self.readout(hidden)
+
+    def readout(self, hidden: Tensor) -> Tensor:
+        """All but the decoder layer: [.., D] → [.., E]."""
+        if self.linear is not None:
+            hidden = hidden + self.linear(hidden)
+        norm = self._family.final_norm() if self.norm is None else self.norm
+        return self._family.project_out(norm(hidden))
+
+
+def choose_draft_vocab(counts: Tensor, size: int, always: Sequence[int]) -> Tensor:
+    """The `size` most frequent token ids, sorted ascending, `always` (EOS ids) among them.
+
+    Args:
+        counts: [V] int64, how often each id occurs in the target's own outputs. Ties go to the lower id.
+        size: number of ids to keep.
+        always: ids that are kept whatever their count.
+    """
+    ranked = counts.clone()
+    ranked[torch.tensor(list(always), dtype=torch.long)] = torch.iinfo(torch.int64).max
+    return torch.sort(ranked, descending=True, stable=True).indices[:size].sort().values
+
+
+def check_draft_vocab(name: str, ids: Tensor, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    """Raise ValueError unless ids [V'] are sorted, unique, inside the vocabulary and hold every EOS id."""
+    if ids.dtype != torch.int64 or ids.ndim != 1 or len(ids) == 0:
+        raise ValueError(f"draft_vocab.{name}: expected a list of int64 ids, got {ids.dtype} of shape {tuple(ids.shape)}")
+    if bool((ids[1:] <= ids[:-1]).any()) or int(ids[0]) < 0 or int(ids[-1]) >= vocab_size:
+        raise ValueError(f"draft_vocab.{name}: ids must ascend strictly within 0..{vocab_size - 1}")
+    missing = set(eos_token_ids) - set(ids.tolist())
+    if missing:
+        raise ValueError(f"draft_vocab.{name}: lacks the EOS ids {sorted(missing)}, so a draft could never end")
+
+
+def exit_configs(records: Sequence[Mapping[str, Any]]) -> list[ExitConfig]:
+    """Exits from plain mappings (`exits.json`, YAML); an unknown or missing key is a ValueError that names it."""
+    known = {"name", "layer", "head", "vocab_size"}
+    exits = []
+    for number, record in enumerate(records):
+        unknown, missing = set(record) - known, {"name", "layer"} - set(record)
+        if unknown or missing:
+            what = f"unknown key {sorted(unknown)[0]!r}" if unknown else f"missing key {sorted(missing)[0]!r}"
+            raise ValueError(f"exits[{number}]: {what}; an exit has {', '.join(sorted(known))}")
+        exits.append(ExitConfig(**record))
+    return exits

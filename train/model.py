@@ -1,0 +1,171 @@
+"""The early-exit model: a frozen base with an exit head at each configured depth.
+
+One pass over the base serves all exits. Checkpoints of it are a folder `heads/` (DESIGN §9) that holds the heads, the
+trimmed vocabularies and the base's identity, never the base. This file knows nothing of losses, data or Lightning.
+"""
+
+# Shape legend: B rows, T query positions, D hidden size, E exit size, V vocabulary
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from train.base_model import base_fingerprint
+from train.family import DENSE_ATTENTION, Family
+from train.heads import ExitConfig, ExitHead, check_draft_vocab, check_exits, exit_configs
+
+FORMAT_VERSION = 1
+
+
+def eos_token_ids(base: PreTrainedModel) -> list[int]:
+    """The ids that end a text of `base`."""
+    eos = base.generation_config.eos_token_id if base.generation_config else None
+    eos = base.config.eos_token_id if eos is None else eos
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+
+
+class ExitOutputs(NamedTuple):
+    """States that are ready to be unembedded."""
+
+    target: Tensor  # [B, T, E]
+    exits: dict[str, Tensor]  # exit name → [B, T, E]
+
+
+class EarlyExitModel(nn.Module):
+    """Exits over a frozen base.
+
+    Args:
+        base: the Hugging Face model, as `load_base` returns it.
+        exits: ordered by depth.
+        draft_vocabs: exit name → sorted ids [V'] int64, for the exits that are trimmed.
+
+    Raises:
+        ValueError: an exit lies outside the model, or a trimmed vocabulary lacks EOS.
+    """
+
+    def __init__(
+        self, base: PreTrainedModel, exits: Sequence[ExitConfig], draft_vocabs: Mapping[str, Tensor] | None = None
+    ) -> None:
+        super().__init__()
+        self.family = Family(base)
+        check_exits(exits, self.family.num_layers, self.family.vocab_size)
+        self.exits = tuple(exits)
+        self.heads = nn.ModuleDict({e.name: ExitHead(self.family, e) for e in exits})
+        self.draft_vocabs: dict[str, Tensor] = {}
+        for name, ids in (draft_vocabs or {}).items():
+            self.set_draft_vocab(name, ids)
+
+    @property
+    def base(self) -> PreTrainedModel:
+        """The base; reached through the family, so that it is no child and no part of `state_dict`."""
+        return self.family.model
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        return eos_token_ids(self.base)
+
+    def set_draft_vocab(self, name: str, ids: Tensor) -> None:
+        check_draft_vocab(name, ids, self.family.vocab_size, self.eos_token_ids)
+        self.draft_vocabs[name] = ids.to(self.family.unembedding.device)
+
+    def missing_draft_vocabs(self) -> list[ExitConfig]:
+        """Exits that ask for a trimmed vocabulary and have none yet."""
+        return [e for e in self.exits if e.vocab_size is not None and e.name not in self.draft_vocabs]
+
+    def forward(self, token_ids: Tensor) -> ExitOutputs:
+        """token_ids [B, T] int64, padded on the right (causality hides the padding) → states of the target and exits."""
+        family = self.family
+        family.use_attention(DENSE_ATTENTION)
+        if family.sliding_window is not None and token_ids.shape[1] > family.sliding_window:
+            raise ValueError(
+                f"a sequence of {token_ids.shape[1]} tokens is longer than the base's sliding window of "
+                f"{family.sliding_window}; set data.max_length to that or less"
+            )
+        positions = torch.arange(token_ids.shape[1], device=token_ids.device).expand_as(token_ids)
+        states = {}
+        with torch.no_grad():
+            hidden, depth = family.embed(token_ids, positions), 0
+            for exit_ in self.exits:
+                hidden = family.run_layers(hidden, positions, depth, exit_.layer)
+                depth = exit_.layer
+                states[exit_.name] = hidden
+            hidden = family.run_layers(hidden, positions, depth, family.num_layers)
+            target = family.project_out(family.final_norm()(hidden))
+        return ExitOutputs(target, {name: self.heads[name](h, positions) for name, h in states.items()})
+
+    def unembed(self, states: Tensor) -> Tensor:
+        """[.., E] → the whole vocabulary's logits [.., V]."""
+        return self.family.unembed(states)
+
+    def unembed_exit(self, name: str, states: Tensor) -> Tensor:
+        """[.., E] → logits over the exit's own ids [.., V']."""
+        ids = self.draft_vocabs.get(name)
+        return self.family.unembed(states, None if ids is None else self.family.unembedding[ids])
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        return [p for p in self.heads.parameters() if p.requires_grad]
+
+    # ---- the folder heads/ ----
+
+    def save_heads(self, folder: str | os.PathLike[str]) -> None:
+        """Write heads.safetensors, exits.json and the trimmed vocabularies; the folder appears whole or not at all."""
+        folder = Path(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+        save_file({k: v.detach().cpu().contiguous() for k, v in self.heads.state_dict().items()}, temporary / "heads.safetensors")
+        for name, ids in self.draft_vocabs.items():
+            save_file({"draft_vocab": ids.cpu()}, temporary / f"draft_vocab.{name}.safetensors")
+        record = {
+            "format_version": FORMAT_VERSION,
+            "base": base_fingerprint(self.base),
+            "exits": [{"name": e.name, "layer": e.layer, "head": e.head, "vocab_size": e.vocab_size} for e in self.exits],
+        }
+        (temporary / "exits.json").write_text(json.dumps(record, indent=2) + "\n")
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.rename(temporary, folder)
+
+    def load_heads(self, folder: str | os.PathLike[str]) -> None:
+        """Load weights and vocabularies of `folder` into this model's exits, which must be the same.
+
+        Raises:
+            ValueError: the folder is no heads folder, was made on another base, or has other exits.
+        """
+        folder = Path(folder)
+        record = read_heads_record(folder)
+        fingerprint = base_fingerprint(self.base)
+        if record["base"]["config_sha256"] != fingerprint["config_sha256"]:
+            raise ValueError(
+                f"{folder}: the heads were trained on {record['base']['name']!r}, whose config differs from that of "
+                f"{fingerprint['name']!r}; give the same base"
+            )
+        stored = exit_configs(record["exits"])
+        if tuple(stored) != self.exits:
+            raise ValueError(f"{folder}: holds the exits {stored}, but the config asks for {list(self.exits)}; make them equal")
+        self.heads.load_state_dict(load_file(folder / "heads.safetensors"), strict=True)
+        for exit_ in self.exits:
+            path = folder / f"draft_vocab.{exit_.name}.safetensors"
+            if path.exists():
+                self.set_draft_vocab(exit_.name, load_file(path)["draft_vocab"])
+
+
+def read_heads_record(folder: Path) -> dict:
+    """The content of exits.json; ValueError when the folder or a file is missing or of another format."""
+    for name in ("exits.json", "heads.safetensors"):
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder}: {name} is missing; give the folder heads/ that `python -m train fit` wrote")
+    record = json.loads((folder / "exits.json").read_text())
+    if record.get("format_version") != FORMAT_VERSION:
+        raise ValueError(f"{folder}/exits.json: format_version {record.get('format_version')!r}, this code reads {FORMAT_VERSION}")
+    return record
