@@ -1,0 +1,86 @@
+"""Rows as rectangles: the tensors that one program call needs, made from plain numbers.
+
+Rows of one call may start and stop at different positions; shorter ones are padded on the right with position −1, whose
+keys go to the null block and whose states go to ring 0, so padding needs no branch anywhere. Knows no programs.
+"""
+
+# Shape legend: B rows, T query positions, M blocks per row, S block size, N = sum of the rows' lengths
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from infer.row import Row
+
+RING_SIZE = 64  # positions of hidden states kept per row between two tiers
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """Which positions of which rows a call computes."""
+
+    positions: Tensor  # [B, T] int64, −1 is padding
+    slots: Tensor  # [B, T] int64, where K and V go; in the null block for padding
+    block_table: Tensor  # [B, M] int64
+    ring: Tensor  # [B·T] int64, where the states wait between tiers; in ring 0 for padding
+    lengths: list[int]  # of each row, without padding
+    width: int  # T
+
+    @property
+    def is_full(self) -> bool:
+        return all(length == self.width for length in self.lengths)
+
+    def flat_index(self, device: torch.device) -> Tensor:
+        """[N] int64: the cells of the flattened [B·T] rectangle that are not padding, row after row."""
+        cells = [b * self.width + t for b, length in enumerate(self.lengths) for t in range(length)]
+        return torch.tensor(cells, device=device)
+
+
+def make_query(
+    rows: Sequence[Row], spans: Sequence[range], block_size: int, device: torch.device, min_width: int = 1
+) -> Query:
+    """The call that computes positions `spans[b]` of `rows[b]`, in a rectangle at least `min_width` wide."""
+    width = max(min_width, max(len(span) for span in spans))
+    num_blocks = max(-(-span.stop // block_size) for span in spans)
+    positions, slots, tables, ring = [], [], [], []
+    for row, span in zip(rows, spans, strict=True):
+        table, padding = row.block_table, width - len(span)
+        positions.append([*span, *[-1] * padding])
+        slots.append([table[p // block_size] * block_size + p % block_size for p in span] + [0] * padding)
+        tables.append((table + [0] * num_blocks)[:num_blocks])
+        ring += [row.ring * RING_SIZE + p % RING_SIZE for p in span] + [0] * padding
+    return Query(
+        positions=torch.tensor(positions, device=device),
+        slots=torch.tensor(slots, device=device),
+        block_table=torch.tensor(tables, device=device),
+        ring=torch.tensor(ring, device=device),
+        lengths=[len(span) for span in spans],
+        width=width,
+    )
+
+
+def token_rectangle(rows: Sequence[Row], spans: Sequence[range], width: int, device: torch.device) -> Tensor:
+    """[B, T] int64: the rows' tokens at `spans`, padded with id 0."""
+    ids = [row.token_ids[s.start : s.stop] + [0] * (width - len(s)) for row, s in zip(rows, spans, strict=True)]
+    return torch.tensor(ids, device=device)
+
+
+def split_by_size(spans: Sequence[range], limit: int | None) -> list[range]:
+    """Cut the rows of a call into runs [start, stop) whose rectangles hold at most `limit` cells; None is no limit.
+
+    A single row wider than the limit stands alone: only prefill is so wide, and it is cut the same way in every run.
+    """
+    if limit is None:
+        return [range(len(spans))]
+    runs, start, width = [], 0, 0
+    for index, span in enumerate(spans):
+        wider = max(width, len(span))
+        if index > start and wider * (index - start + 1) > limit:
+            runs.append(range(start, index))
+            start, wider = index, len(span)
+        width = wider
+    return [*runs, range(start, len(spans))]

@@ -1,0 +1,121 @@
+"""The round: draft, verify early, verify fully (arXiv 2510.01336, §3), written as one recursion.
+
+Drafting, verifying early and verifying fully are the same act: bring a tier to the row's end, let its exit pick its own
+token at every position it had not seen, keep the proposed tokens that equal the picks, and append the pick after them
+(`verify`). With nothing proposed that act drafts one token. So a strategy is a list of stages, plain decoding a list of
+one; nothing here knows which strategy it serves.
+"""
+
+# Shape legend: B rows, K proposed tokens at most, N tokens of all rows together
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from infer.row import Row
+from infer.runner import Runner
+from infer.sampler import PickParams, pick
+from infer.stats import TierStats
+from infer.verify import verify
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One judge of a round; what the stage below it proposes, it verifies.
+
+    Args:
+        tier: whose exit judges.
+        repeats: how often the stage acts while the stage above waits: γ for the drafting stage, R for the next.
+        window: the stage stops repeating for a row once this many of its tokens wait for the target.
+    """
+
+    tier: int
+    repeats: int
+    window: int
+
+
+class Round:
+    """Runs outer rounds over a fixed list of stages, the target's last.
+
+    After `run`, every row's tokens are the target's own: committed, with all tiers standing before the last one.
+    """
+
+    def __init__(self, runner: Runner, stages: Sequence[Stage]) -> None:
+        assert stages[-1].tier == runner.num_tiers - 1, "the last stage is the target"
+        self.runner = runner
+        self.stages = tuple(stages)
+        self.stats = [TierStats() for _ in stages]
+        self._cached: tuple[list[Row], PickParams] | None = None
+
+    @property
+    def judging_tiers(self) -> list[int]:
+        return [stage.tier for stage in self.stages]
+
+    def run(self, rows: Sequence[Row]) -> None:
+        self._run_stage(list(rows), len(self.stages) - 1)
+
+    def _run_stage(self, rows: list[Row], level: int) -> None:
+        for _ in range(self.stages[level].repeats):
+            rows = [row for row in rows if self._has_room(row, level)]
+            if not rows:
+                return
+            if level > 0:
+                self._run_stage(rows, level - 1)
+            self._judge(rows, level)
+
+    def _has_room(self, row: Row, level: int) -> bool:
+        """Whether the stage may append a token: every stage above it must still be able to append its own."""
+        if level == len(self.stages) - 1:
+            return True
+        num_above = len(self.stages) - 1 - level
+        num_waiting = len(row) - row.num_committed
+        return num_waiting < self.stages[level].window and len(row) + 1 + num_above <= row.max_len
+
+    def _judge(self, rows: list[Row], level: int) -> None:
+        """Score what is new to the stage's tier, accept what it would have picked itself, append its own token."""
+        stage = self.stages[level]
+        starts = [row.cursors[stage.tier] for row in rows]  # each row's proposals begin one position further
+        logits = self.runner.score(rows, stage.tier)  # [N, V]
+        counts = [len(row) - start for row, start in zip(rows, starts, strict=True)]
+        picks = pick(logits, self._pick_params(rows, starts, counts), self.runner.vocabs[stage.tier])  # [N]
+        drafted = [row.token_ids[start + 1 :] for row, start in zip(rows, starts, strict=True)]
+        num_accepted, own_tokens = self._verdict(drafted, picks, counts)
+        is_target = level == len(self.stages) - 1
+        for row, start, proposed, accepted, own in zip(rows, starts, drafted, num_accepted, own_tokens, strict=True):
+            row.truncate(start + 1 + accepted)
+            if own < 0 and is_target:
+                row.is_broken = True
+            row.append(max(own, 0))  # a lower exit's broken pick is just a bad guess
+            if proposed:
+                self.stats[level].add(len(proposed), accepted)
+                row.stats[level].add(len(proposed), accepted)
+
+    def _verdict(self, drafted: list[list[int]], picks: Tensor, counts: list[int]) -> tuple[list[int], list[int]]:
+        widest = max(counts)
+        if min(counts) == widest:
+            padded = picks.view(len(counts), widest)
+        else:
+            padded = pad_sequence(list(picks.split(counts)), batch_first=True, padding_value=-1)
+        proposed = torch.tensor([ids + [0] * (widest - 1 - len(ids)) for ids in drafted], device=picks.device)
+        proposed = proposed.view(len(counts), widest - 1).long()
+        verdict = verify(proposed, torch.tensor([c - 1 for c in counts], device=picks.device), padded)
+        num_accepted, own_tokens = torch.stack(verdict).tolist()  # the round's host synchronisation
+        return num_accepted, own_tokens
+
+    def _pick_params(self, rows: list[Row], starts: list[int], counts: list[int]) -> PickParams:
+        """The rows' sampling parameters, repeated for every position to be picked."""
+        if self._cached is None or self._cached[0] != rows:
+            params = PickParams.of([r.params for r in rows], [r.seed for r in rows], [0] * len(rows), self.runner.device)
+            self._cached = (list(rows), params)
+        params = self._cached[1]
+        if params.all_greedy:
+            return params
+        index = [b for b, count in enumerate(counts) for _ in range(count)]
+        positions = [start + 1 + t for start, count in zip(starts, counts, strict=True) for t in range(count)]
+        device = self.runner.device
+        return params.at(torch.tensor(index, device=device), torch.tensor(positions, device=device))

@@ -1,0 +1,237 @@
+"""`LLM`: an artifact, ready to generate. Turns prompts into requests and the engine's work into outputs."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors.torch import load_file
+
+from infer import backends
+from infer.artifact import Artifact, Manifest
+from infer.blocks import BlockPool
+from infer.detokenizer import Detokenizer
+from infer.engine import Engine
+from infer.hispec import Round
+from infer.output import RequestOutput
+from infer.params import SamplingParams
+from infer.request import Request
+from infer.runner import Runner
+from infer.strategy import Policy, stages_of
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Messages = Sequence[Mapping[str, Any]]
+
+DEFAULT_KV_BYTES = 1 << 30
+
+
+class LLM:
+    """Generates with an exported model, exactly as its target alone would.
+
+    Args:
+        artifact: folder that `python -m export` wrote.
+        strategy: `autoregressive`, `layerskip` or `hispec`; `auto` takes the artifact's plan, and without one is
+            `autoregressive`.
+        backend: `inductor`, `eager`, or `auto` for the fastest that the artifact holds.
+        dtype: `float32` or `bfloat16`, as exported; None takes the artifact's first.
+        device: `cpu`.
+        num_blocks: KV blocks in the pool; None sizes it to `max_num_seqs` rows at full length, at most 1 GiB, and at
+            least one row.
+        max_num_seqs: most sequences that run at once.
+        num_draft_tokens, window, inner_rounds: the policy's γ, N_i and R.
+        seed: draws the seeds of requests that bring none; None draws them from the system.
+
+    Raises:
+        ValueError: anything that a user can set right, named with the remedy.
+    """
+
+    def __init__(
+        self,
+        artifact: str | os.PathLike[str],
+        strategy: str = "auto",
+        *,
+        backend: str = "auto",
+        dtype: str | None = None,
+        device: str = "cpu",
+        num_blocks: int | None = None,
+        max_num_seqs: int = 16,
+        num_draft_tokens: int = 2,
+        window: int = 4,
+        inner_rounds: int = 4,
+        seed: int | None = None,
+    ) -> None:
+        policy = Policy(num_draft_tokens=num_draft_tokens, window=window, inner_rounds=inner_rounds)
+        if max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs={max_num_seqs} must be at least 1")
+        opened = Artifact.open(artifact)
+        self.manifest: Manifest = opened.manifest
+        self.strategy = "autoregressive" if strategy == "auto" else strategy
+        stages = stages_of(self.strategy, policy, self.manifest)
+        chosen = opened.select(backend, dtype, device)
+        self.backend, self.dtype = chosen.build.backend, chosen.build.dtype
+        torch_dtype = getattr(torch, self.dtype)
+        if num_blocks is None:
+            num_blocks = _default_num_blocks(self.manifest, torch_dtype.itemsize, max_num_seqs)
+        self.tokenizer = _load_tokenizer(opened.path)
+        vocab_file = opened.path / "draft_vocab.safetensors"
+        runner = Runner(
+            self.manifest,
+            backends.load(opened, chosen),
+            chosen.build.programs,
+            load_file(vocab_file, device=device) if vocab_file.exists() else {},
+            num_blocks=num_blocks,
+            max_num_seqs=max_num_seqs,
+            dtype=torch_dtype,
+            device=torch.device(device),
+        )
+        self.engine = Engine(
+            runner, Round(runner, stages), BlockPool(num_blocks, self.manifest.block_size), max_num_seqs
+        )
+        self._judge_names = tuple(self.manifest.tiers[stage.tier].name for stage in stages)
+        self._request_numbers = itertools.count()
+        self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts; outputs come in the prompts' order.
+
+        Args:
+            prompts: one prompt or a list of them, each a text, a list of token ids, or `{"prompt_token_ids": [...]}`.
+            sampling_params: one for all prompts, or one each.
+
+        Raises:
+            ValueError: a prompt is empty or too long, before anything has run.
+        """
+        requests = self._requests(_as_list(prompts), sampling_params)
+        self._run(requests)
+        return [request.output() for request in requests]
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or a list of them, each a list of `{"role": …, "content": …}`."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        return self.generate([self.chat_prompt(cast(Messages, c)) for c in conversations], sampling_params)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Complete one prompt, giving the output so far after every round; the last one is finished.
+
+        Closing the iterator early aborts the request.
+        """
+        (request,) = self._requests([prompt], sampling_params)
+        self.engine.add(request)
+        try:
+            while not request.is_finished:
+                self.engine.step()
+                yield request.output()
+        finally:
+            self.engine.abort(request.request_id)
+
+    def chat_prompt(self, messages: Messages) -> list[int]:
+        """Token ids of a conversation, up to where the assistant's turn begins."""
+        if not messages:
+            raise ValueError("messages is empty: give at least one message, e.g. {'role': 'user', 'content': 'Hello'}")
+        if not self.tokenizer.chat_template:
+            raise ValueError(
+                f"{self.manifest.base.name!r} has no chat template, so it can't chat: use generate() with a text prompt"
+            )
+        ids = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+        return list(ids)
+
+    # ---- internals ----
+
+    def _run(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.engine.add(request)
+        try:
+            while any(not request.is_finished for request in requests):
+                self.engine.step()
+        finally:
+            for request in requests:
+                self.engine.abort(request.request_id)
+
+    def _requests(
+        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[Request]:
+        params = sampling_params if sampling_params is not None else SamplingParams()
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(each)} sampling_params for {len(prompts)} prompts: give one, or one for each")
+        return [self._request(prompt, p, number) for number, (prompt, p) in enumerate(zip(prompts, each, strict=True))]
+
+    def _request(self, prompt: Prompt, params: SamplingParams, number: int) -> Request:
+        text, ids = self._encode(prompt, number)
+        longest = self.manifest.limits.max_model_len
+        if len(ids) >= longest:
+            raise ValueError(
+                f"prompt {number} has {len(ids)} tokens, which leaves no room for an answer: max_model_len is {longest}; "
+                "shorten the prompt, or export with a larger --max-model-len"
+            )
+        limit = longest if params.max_tokens is None else min(longest, len(ids) + params.max_tokens)
+        eos = frozenset(() if params.ignore_eos else self.manifest.eos_token_ids)
+        request = Request(
+            request_id=str(next(self._request_numbers)),
+            prompt=text,
+            prompt_token_ids=tuple(ids),
+            params=params,
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            max_len=limit,
+            stop_token_ids=eos | frozenset(params.stop_token_ids or ()),
+            eos_token_ids=eos,
+            detokenizer=Detokenizer(self.tokenizer, params),
+            judge_names=self._judge_names,
+        )
+        self.engine.check_fits(request)
+        return request
+
+    def _encode(self, prompt: Prompt, number: int) -> tuple[str | None, list[int]]:
+        text: str | None = None
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" not in prompt:
+                raise ValueError(f"prompt {number}: a mapping must have 'prompt_token_ids', got {sorted(prompt)}")
+            prompt = prompt["prompt_token_ids"]
+        if isinstance(prompt, str):
+            text = prompt
+            ids = list(self.tokenizer(prompt)["input_ids"])
+        else:
+            ids = list(cast(Sequence[int], prompt))
+        if not ids:
+            raise ValueError(f"prompt {number} is empty ({prompt!r} has no tokens): give at least one token")
+        vocab_size = self.manifest.base.vocab_size
+        for token_id in ids:
+            if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocab_size:
+                raise ValueError(f"prompt {number}: {token_id!r} is no token id; ids are whole numbers in 0..{vocab_size - 1}")
+        return text, ids
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    listed = list(cast(Sequence[Any], prompts))
+    if listed and isinstance(listed[0], int):
+        return [cast(Prompt, listed)]
+    return listed
+
+
+def _default_num_blocks(manifest: Manifest, itemsize: int, max_num_seqs: int) -> int:
+    base, size = manifest.base, manifest.block_size
+    num_layers = base.num_layers + sum(e.has_kv for e in manifest.exits)
+    block_bytes = 2 * num_layers * size * base.num_kv_heads * base.head_dim * itemsize
+    row = -(-manifest.limits.max_model_len // size)
+    return 1 + max(row, min(max_num_seqs * row, DEFAULT_KV_BYTES // block_bytes))
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer  # a second of imports, which `--help` should not pay
+
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, clean_up_tokenization_spaces=False)

@@ -1,0 +1,185 @@
+"""Runs the tiers' programs over rows: the one place where tensors meet the artifact's programs.
+
+Owns the KV pages and the hidden states that wait between tiers; moves the rows' cursors; keeps every call inside the
+range in which its program's results are bitwise those of a single token. Decides nothing about what to draft or accept.
+"""
+
+# Shape legend: B rows, T query positions, D hidden, E exit size, V vocabulary, N tokens of all rows together
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infer.artifact import Manifest, ProgramInfo
+from infer.batch import RING_SIZE, Query, make_query, split_by_size, token_rectangle
+from infer.row import Row
+
+Program = Callable[..., Tensor]
+
+
+class Runner:
+    """Programs and pages.
+
+    Args:
+        manifest: what the artifact holds.
+        programs: name → callable, as `infer.backends.load` returns them.
+        infos: name → what export measured and recorded of the program.
+        draft_vocabs: exit name → [V'] int64 sorted ids of a trimmed exit.
+        num_blocks: size of the pool, the null block included.
+        max_num_seqs: most rows that run at once.
+        dtype: of hidden states and pages.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        programs: Mapping[str, Program],
+        infos: Mapping[str, ProgramInfo],
+        draft_vocabs: Mapping[str, Tensor],
+        *,
+        num_blocks: int,
+        max_num_seqs: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        base, tiers = manifest.base, manifest.tiers
+        self.device = device
+        self.block_size = manifest.block_size
+        self.prefill_chunk = manifest.limits.prefill_chunk
+        self.num_tiers = len(tiers)
+        exits = {e.name: e for e in manifest.exits}
+        self.exits = [exits[tier.exit] for tier in tiers]
+        self.vocabs = [draft_vocabs.get(e.name) for e in self.exits]
+        num_kv_layers = base.num_layers + sum(e.has_kv for e in self.exits)
+        shape = (num_blocks, self.block_size, base.num_kv_heads, base.head_dim)
+        # One tensor per layer, each its own storage: see DESIGN §5. Zeroed, since 0 × NaN of a page never written is NaN.
+        pages = [
+            (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+            for _ in range(num_kv_layers)
+        ]
+        ring_shape = ((max_num_seqs + 1) * RING_SIZE, base.hidden_size)
+        self._rings = [torch.zeros(ring_shape, dtype=dtype, device=device) for _ in tiers]
+
+        def bound(name: str) -> tuple[Program, int | None, list[Tensor]]:
+            info = infos[name]
+            limit = info.bitwise_range[1] if info.bitwise_range else None
+            return programs[name], limit, [t for layer in info.kv_layers for t in pages[layer]]
+
+        self._trunks = [bound(f"{tier.name}.trunk") for tier in tiers]
+        self._exits = [bound(f"{e.name}.exit") for e in self.exits]
+        self._unembeds = [bound(f"{e.name}.unembed" if e.vocab_size else "unembed") for e in self.exits]
+
+    # ---- prefill ----
+
+    @torch.inference_mode()
+    def prefill(self, row: Row, tiers_with_exit: Sequence[int]) -> None:
+        """Compute all positions but the last token's, one row at a time in fixed chunks aligned to the chunk size.
+
+        The chunks depend on the prompt's length alone, so that the row's KV does not depend on strategy or neighbours.
+        """
+        for start in range(0, len(row) - 1, self.prefill_chunk):
+            span = range(start, min(start + self.prefill_chunk, len(row) - 1))
+            query = make_query([row], [span], self.block_size, self.device)
+            x = token_rectangle([row], [span], query.width, self.device)
+            for tier in range(self.num_tiers):
+                x = self._call(self._trunks[tier], x, query)
+                if tier in tiers_with_exit and self.exits[tier].has_kv:
+                    self._call(self._exits[tier], x, query)
+        done = len(row) - 1
+        row.cursors = [done] * self.num_tiers
+        row.exit_cursors = [done if tier in tiers_with_exit else 0 for tier in range(self.num_tiers)]
+
+    # ---- decoding ----
+
+    @torch.inference_mode()
+    def score(self, rows: Sequence[Row], tier: int) -> Tensor:
+        """Bring tiers 0..tier to the rows' ends; logits [N, V] of `tier`'s exit for all positions it had not computed.
+
+        Positions come row after row, each row's from its old cursor to its end; a trimmed exit gives [N, V'].
+        """
+        starts = [row.cursors[tier] for row in rows]
+        for level in range(tier + 1):
+            self._advance(rows, level)
+        states = self._exit_states(rows, tier, starts)
+        return self._unembed(tier, states)
+
+    def _advance(self, rows: Sequence[Row], tier: int) -> None:
+        """Run the trunk over each row's positions from its cursor to its end; states go to the tier's ring."""
+        trunk = self._trunks[tier]
+        for part, spans in self._parts(rows, [row.cursors[tier] for row in rows], trunk[1]):
+            query = make_query(part, spans, self.block_size, self.device)
+            if tier == 0:
+                x = token_rectangle(part, spans, query.width, self.device)
+            else:
+                x = self._read_ring(tier - 1, query)
+            hidden = self._call(trunk, x, query)
+            self._rings[tier][query.ring] = hidden.flatten(0, 1)
+        for row in rows:
+            row.cursors[tier] = len(row)
+
+    def _exit_states(self, rows: Sequence[Row], tier: int, starts: list[int]) -> Tensor:
+        """[N, E]: what the unembedding reads, for positions from `starts` to the rows' ends."""
+        program = self._exits[tier]
+        has_kv = self.exits[tier].has_kv
+        states = []
+        # A `layer` exit may lag behind its tier and catches up first; the others compute just what is asked for.
+        begins = [row.exit_cursors[tier] for row in rows] if has_kv else starts
+        for part, spans in self._parts(rows, begins, program[1]):
+            query = make_query(part, spans, self.block_size, self.device)
+            x = self._read_ring(tier, query)
+            if has_kv:
+                out = self._call(program, x, query).flatten(0, 1)
+            else:
+                out = x.flatten(0, 1)
+            states.append(out if query.is_full else out[query.flat_index(self.device)])
+        flat = states[0] if len(states) == 1 else torch.cat(states)
+        if has_kv:
+            flat = _drop_leading(flat, [len(r) - b for r, b in zip(rows, begins, strict=True)],
+                                 [s - b for s, b in zip(starts, begins, strict=True)])
+            for row in rows:
+                row.exit_cursors[tier] = len(row)
+            return flat
+        return _in_chunks(program[0], flat, program[1])
+
+    def _unembed(self, tier: int, states: Tensor) -> Tensor:
+        program, limit, _ = self._unembeds[tier]
+        return _in_chunks(program, states, limit)
+
+    def _parts(self, rows: Sequence[Row], starts: list[int], limit: int | None) -> list[tuple[list[Row], list[range]]]:
+        """Rows that have positions to compute, in runs whose rectangles stay within the program's bitwise range."""
+        todo = [(row, range(start, len(row))) for row, start in zip(rows, starts, strict=True) if start < len(row)]
+        spans = [span for _, span in todo]
+        return [([todo[i][0] for i in run], [spans[i] for i in run]) for run in split_by_size(spans, limit)]
+
+    def _read_ring(self, tier: int, query: Query) -> Tensor:
+        assert query.width <= RING_SIZE, f"{query.width} positions do not fit a ring of {RING_SIZE}"
+        batch, width = query.positions.shape
+        return self._rings[tier][query.ring].view(batch, width, -1)
+
+    @staticmethod
+    def _call(program: tuple[Program, int | None, list[Tensor]], x: Tensor, query: Query) -> Tensor:
+        run, _, pages = program
+        return run(x, query.positions, query.slots, query.block_table, pages)
+
+
+def _drop_leading(flat: Tensor, lengths: list[int], drops: list[int]) -> Tensor:
+    """Rows of `flat` [sum(lengths), E] without the first `drops[b]` of each row's `lengths[b]`."""
+    if not any(drops):
+        return flat
+    return torch.cat([part[drop:] for part, drop in zip(flat.split(lengths), drops, strict=True)])
+
+
+def _in_chunks(program: Program, states: Tensor, limit: int | None) -> Tensor:
+    """Run a program over tokens [N, ..] in chunks of at most `limit`, where its results are bitwise those of one."""
+    if limit is None or len(states) <= limit:
+        return program(states)
+    return torch.cat([program(chunk) for chunk in states.split(limit)])
+
+
+def load_vocabs(tensors: Mapping[str, Any], device: torch.device) -> dict[str, Tensor]:
+    """Trimmed vocabularies onto the device."""
+    return {name: ids.to(device) for name, ids in tensors.items()}

@@ -1,0 +1,66 @@
+"""Strategies as lists of stages: the only place that knows them by name.
+
+    autoregressive   the target alone
+    layerskip        one lower exit drafts γ tokens, the target verifies them (LayerSkip, arXiv 2404.16710)
+    hispec           all exits: drafts are verified early, and rarely by the target (arXiv 2510.01336)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from infer.artifact import Manifest
+from infer.hispec import Stage
+
+STRATEGIES = ("autoregressive", "layerskip", "hispec")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """The numbers of a speculating strategy.
+
+    Args:
+        num_draft_tokens: γ, tokens drafted before each judgement.
+        window: N_i, tentative tokens after which the target verifies.
+        inner_rounds: R, early verifications after which the target verifies at the latest.
+    """
+
+    num_draft_tokens: int = 2
+    window: int = 4
+    inner_rounds: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("num_draft_tokens", "window", "inner_rounds"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+
+
+def stages_of(strategy: str, policy: Policy, manifest: Manifest) -> list[Stage]:
+    """The stages that `strategy` runs on this artifact's tiers.
+
+    Raises:
+        ValueError: unknown strategy, too few exits, or a query longer than the artifact's programs were checked for.
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy={strategy!r} is not one of {', '.join(STRATEGIES)}")
+    target = len(manifest.tiers) - 1
+    plain = Stage(tier=target, repeats=1, window=0)
+    if strategy == "autoregressive":
+        return [plain]
+    needed = 2 if strategy == "layerskip" else 3
+    if target + 1 < needed:
+        raise ValueError(f"strategy={strategy!r} needs {needed} tiers, the artifact has {target + 1}: train more exits")
+    gamma = policy.num_draft_tokens
+    # A judgement comes at the latest when N_i − 1 + γ + 1 tokens wait; the query adds the last committed one.
+    longest = gamma + 1 if strategy == "layerskip" else policy.window + gamma + 1
+    if longest > manifest.limits.max_query_len:
+        raise ValueError(
+            f"num_draft_tokens={gamma}, window={policy.window} make a query of {longest} tokens, the artifact was "
+            f"checked up to {manifest.limits.max_query_len}: lower them, or export with a larger --max-query-len"
+        )
+    draft = Stage(tier=0, repeats=gamma, window=longest)
+    if strategy == "layerskip":
+        return [draft, plain]
+    inner = [Stage(tier=tier, repeats=policy.inner_rounds, window=policy.window) for tier in range(1, target)]
+    return [draft, *inner, plain]

@@ -1,0 +1,148 @@
+"""Engines over tiny models for tests: the tiers' modules run in eager, without an artifact.
+
+`rig` replaces the lower exits' logits by a script, so that a test chooses which drafts are right.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from export.programs import make_programs, tier_spans
+from infer.artifact import BaseInfo, ExitInfo, Limits, Manifest, ProgramInfo, TierInfo
+from infer.blocks import BlockPool
+from infer.detokenizer import Detokenizer
+from infer.engine import Engine
+from infer.hispec import Round
+from infer.params import SamplingParams
+from infer.request import Request
+from infer.runner import Runner
+from infer.strategy import Policy, stages_of
+from tests.tiny_models import make_tiny_model
+from train.heads import ExitConfig
+from train.model import EarlyExitModel
+
+BLOCK_SIZE = 4
+
+
+class IdText:
+    """A tokenizer stand-in: id 5 is the text '<5>'."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        return "".join(f"<{i}>" for i in token_ids)
+
+
+def make_model(family: str = "llama", exits: Sequence[ExitConfig] | None = None, **config: object) -> EarlyExitModel:
+    base = make_tiny_model(family, **config)
+    torch.manual_seed(1)
+    chosen = exits or (ExitConfig(name="draft", layer=2, head="layer"), ExitConfig(name="intermediate", layer=4, head="native"))
+    return EarlyExitModel(base, list(chosen)).eval()
+
+
+def make_manifest(model: EarlyExitModel, prefill_chunk: int = 8, max_model_len: int = 128) -> Manifest:
+    family = model.family
+    exits = [
+        ExitInfo(name=e.name, layer=e.layer, head=e.head, vocab_size=e.vocab_size, has_kv=e.head == "layer")
+        for e in [*model.exits, ExitConfig(name="target", layer=family.num_layers, head="native")]
+    ]
+    return Manifest(
+        base=BaseInfo(
+            name="tiny", revision=None, config_sha256="0" * 64, family=family.name, num_layers=family.num_layers,
+            hidden_size=family.hidden_size, exit_size=family.exit_size, vocab_size=family.vocab_size,
+            num_kv_heads=family.num_kv_heads, head_dim=family.head_dim,
+        ),
+        tiers=[TierInfo(name=s.name, start=s.start, stop=s.stop, exit=s.name) for s in tier_spans(model)],
+        exits=exits,
+        dtypes=["float32"],
+        block_size=BLOCK_SIZE,
+        limits=Limits(max_model_len=max_model_len, prefill_chunk=prefill_chunk, max_query_len=32, max_batch=16),
+        eos_token_ids=model.eos_token_ids,
+        provenance={},
+    )  # fmt: skip
+
+
+class Tiny:
+    """An engine with as little around it as possible; `generate` is the whole interface."""
+
+    def __init__(
+        self,
+        model: EarlyExitModel,
+        strategy: str,
+        policy: Policy | None = None,
+        num_blocks: int = 256,
+        max_num_seqs: int = 8,
+        bitwise_limit: int | None = None,
+        rig: Callable[[int, Tensor, list, int], Tensor] | None = None,
+    ) -> None:
+        self.manifest = make_manifest(model)
+        programs = make_programs(model, BLOCK_SIZE)
+        limit = None if bitwise_limit is None else (1, bitwise_limit)
+        infos = {
+            p.name: ProgramInfo(file=p.name, kv_layers=list(p.kv_layers), bitwise_range=limit, num_kernels={}) for p in programs
+        }
+        runner_type = Runner if rig is None else _rigged(rig)
+        self.runner = runner_type(
+            self.manifest, {p.name: p.module for p in programs}, infos, model.draft_vocabs,
+            num_blocks=num_blocks, max_num_seqs=max_num_seqs, dtype=torch.float32, device=torch.device("cpu"),
+        )  # fmt: skip
+        stages = stages_of(strategy, policy or Policy(), self.manifest)
+        self.round = Round(self.runner, stages)
+        self.engine = Engine(self.runner, self.round, BlockPool(num_blocks, BLOCK_SIZE), max_num_seqs)
+        self._names = tuple(self.manifest.tiers[s.tier].name for s in stages)
+        self._numbers = itertools.count()
+
+    def request(self, prompt: Sequence[int], params: SamplingParams, eos: Sequence[int] = ()) -> Request:
+        longest = self.manifest.limits.max_model_len
+        limit = longest if params.max_tokens is None else min(longest, len(prompt) + params.max_tokens)
+        eos_ids = frozenset(() if params.ignore_eos else eos)
+        return Request(
+            request_id=str(next(self._numbers)), prompt=None, prompt_token_ids=tuple(prompt), params=params,
+            seed=params.seed or 0, max_len=limit, stop_token_ids=eos_ids | frozenset(params.stop_token_ids or ()),
+            eos_token_ids=eos_ids, detokenizer=Detokenizer(IdText(), params), judge_names=self._names,
+        )  # fmt: skip
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams], eos: Sequence[int] = ()
+    ) -> list[Request]:
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        requests = [self.request(p, q, eos) for p, q in zip(prompts, each, strict=True)]
+        for request in requests:
+            self.engine.add(request)
+        while self.engine.has_unfinished:
+            self.engine.step()
+            self.engine.check_integrity()
+        assert self.engine.pool.num_free == self.engine.pool.num_blocks - 1
+        return requests
+
+
+def hf_greedy(model: EarlyExitModel, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """The oracle: Hugging Face's own forward, one token at a time, without any cache."""
+    base = model.base
+    saved = base.config._attn_implementation
+    base.config._attn_implementation = "eager"
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(num_tokens):
+            ids.append(int(base(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    base.config._attn_implementation = saved
+    return ids[len(prompt) :]
+
+
+def _rigged(rig: Callable[[int, Tensor, list, int], Tensor]) -> type[Runner]:
+    class RiggedRunner(Runner):
+        def score(self, rows, tier):  # type: ignore[no-untyped-def]
+            starts = [row.cursors[tier] for row in rows]
+            logits = super().score(rows, tier)
+            if tier == self.num_tiers - 1:
+                return logits
+            picks, at = logits.clone(), 0
+            for row, start in zip(rows, starts, strict=True):
+                for position in range(start + 1, len(row) + 1):
+                    picks[at] = rig(tier, logits[at], row.token_ids[:position], position)
+                    at += 1
+            return picks
+
+    return RiggedRunner
