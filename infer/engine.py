@@ -1,7 +1,7 @@
 """The loop: admit → run one outer round → hand out what was committed.
 
-Rows join and leave between outer rounds. A row is admitted when the pool can hold it at its longest, so it can never run
-out of blocks; requests wait in the order in which they came. Knows neither text nor prompts' origin: `LLM` does.
+Rows join and leave between outer rounds. A row is admitted when the pool can hold it at its longest, so it can never
+run out of blocks; requests wait in the order in which they came. Knows neither text nor prompts' origin: `LLM` does.
 """
 
 from __future__ import annotations

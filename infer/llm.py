@@ -66,12 +66,12 @@ class LLM:
         seed: int | None = None,
     ) -> None:
         policy = Policy(num_draft_tokens=num_draft_tokens, window=window, inner_rounds=inner_rounds)
+        strategy = "autoregressive" if strategy == "auto" else strategy  # no plan yet: see the notice of the CLI
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs={max_num_seqs} must be at least 1")
         opened = Artifact.open(artifact)
         self.manifest: Manifest = opened.manifest
-        self.strategy = "autoregressive" if strategy == "auto" else strategy
-        stages = stages_of(self.strategy, policy, self.manifest)
+        stages = stages_of(strategy, policy, self.manifest)
         chosen = opened.select(backend, dtype, device)
         self.backend, self.dtype = chosen.build.backend, chosen.build.dtype
         torch_dtype = getattr(torch, self.dtype)
@@ -92,9 +92,24 @@ class LLM:
         self.engine = Engine(
             runner, Round(runner, stages), BlockPool(num_blocks, self.manifest.block_size), max_num_seqs
         )
-        self._judge_names = tuple(self.manifest.tiers[stage.tier].name for stage in stages)
+        self.strategy = strategy
         self._request_numbers = itertools.count()
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
+
+    def use(self, strategy: str, policy: Policy | None = None) -> None:
+        """Switch to another strategy over the same programs and pages, while no request is running.
+
+        Raises:
+            ValueError: unknown strategy, or numbers that the artifact does not allow.
+        """
+        stages = stages_of(strategy, policy or Policy(), self.manifest)
+        assert not self.engine.has_unfinished, "requests are running"
+        self.engine.round, self.strategy = Round(self.engine.runner, stages), strategy
+
+    @property
+    def judge_names(self) -> tuple[str, ...]:
+        """Names of the tiers that the strategy uses, by depth; the first of several only drafts."""
+        return tuple(self.manifest.tiers[tier].name for tier in self.engine.round.judging_tiers)
 
     def generate(
         self,
@@ -174,8 +189,8 @@ class LLM:
         longest = self.manifest.limits.max_model_len
         if len(ids) >= longest:
             raise ValueError(
-                f"prompt {number} has {len(ids)} tokens, which leaves no room for an answer: max_model_len is {longest}; "
-                "shorten the prompt, or export with a larger --max-model-len"
+                f"prompt {number} has {len(ids)} tokens, which leaves no room for an answer: "
+                f"max_model_len is {longest}; shorten the prompt, or export with a larger --max-model-len"
             )
         limit = longest if params.max_tokens is None else min(longest, len(ids) + params.max_tokens)
         eos = frozenset(() if params.ignore_eos else self.manifest.eos_token_ids)
@@ -189,7 +204,7 @@ class LLM:
             stop_token_ids=eos | frozenset(params.stop_token_ids or ()),
             eos_token_ids=eos,
             detokenizer=Detokenizer(self.tokenizer, params),
-            judge_names=self._judge_names,
+            judge_names=self.judge_names,
         )
         self.engine.check_fits(request)
         return request
@@ -210,7 +225,9 @@ class LLM:
         vocab_size = self.manifest.base.vocab_size
         for token_id in ids:
             if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocab_size:
-                raise ValueError(f"prompt {number}: {token_id!r} is no token id; ids are whole numbers in 0..{vocab_size - 1}")
+                raise ValueError(
+                    f"prompt {number}: {token_id!r} is no token id; ids are whole numbers in 0..{vocab_size - 1}"
+                )
         return text, ids
 
 

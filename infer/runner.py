@@ -56,7 +56,7 @@ class Runner:
         self.vocabs = [draft_vocabs.get(e.name) for e in self.exits]
         num_kv_layers = base.num_layers + sum(e.has_kv for e in self.exits)
         shape = (num_blocks, self.block_size, base.num_kv_heads, base.head_dim)
-        # One tensor per layer, each its own storage: see DESIGN §5. Zeroed, since 0 × NaN of a page never written is NaN.
+        # One tensor per layer, each its own storage (DESIGN §5). Zeroed: 0 × NaN of a page never written is NaN.
         pages = [
             (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
             for _ in range(num_kv_layers)
@@ -138,8 +138,11 @@ class Runner:
             states.append(out if query.is_full else out[query.flat_index(self.device)])
         flat = states[0] if len(states) == 1 else torch.cat(states)
         if has_kv:
-            flat = _drop_leading(flat, [len(r) - b for r, b in zip(rows, begins, strict=True)],
-                                 [s - b for s, b in zip(starts, begins, strict=True)])
+            flat = _drop_leading(
+                flat,
+                [len(r) - b for r, b in zip(rows, begins, strict=True)],
+                [s - b for s, b in zip(starts, begins, strict=True)],
+            )
             for row in rows:
                 row.exit_cursors[tier] = len(row)
             return flat

@@ -1,8 +1,8 @@
 """Strategies as lists of stages: the only place that knows them by name.
 
-    autoregressive   the target alone
-    layerskip        one lower exit drafts γ tokens, the target verifies them (LayerSkip, arXiv 2404.16710)
-    hispec           all exits: drafts are verified early, and rarely by the target (arXiv 2510.01336)
+autoregressive   the target alone
+layerskip        one lower exit drafts γ tokens, the target verifies them (LayerSkip, arXiv 2404.16710)
+hispec           all exits: drafts are verified early, and rarely by the target (arXiv 2510.01336)
 """
 
 from __future__ import annotations

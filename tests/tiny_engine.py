@@ -38,7 +38,10 @@ class IdText:
 def make_model(family: str = "llama", exits: Sequence[ExitConfig] | None = None, **config: object) -> EarlyExitModel:
     base = make_tiny_model(family, **config)
     torch.manual_seed(1)
-    chosen = exits or (ExitConfig(name="draft", layer=2, head="layer"), ExitConfig(name="intermediate", layer=4, head="native"))
+    chosen = exits or (
+        ExitConfig(name="draft", layer=2, head="layer"),
+        ExitConfig(name="intermediate", layer=4, head="native"),
+    )
     return EarlyExitModel(base, list(chosen)).eval()
 
 
@@ -81,7 +84,8 @@ class Tiny:
         programs = make_programs(model, BLOCK_SIZE)
         limit = None if bitwise_limit is None else (1, bitwise_limit)
         infos = {
-            p.name: ProgramInfo(file=p.name, kv_layers=list(p.kv_layers), bitwise_range=limit, num_kernels={}) for p in programs
+            p.name: ProgramInfo(file=p.name, kv_layers=list(p.kv_layers), bitwise_range=limit, num_kernels={})
+            for p in programs
         }
         runner_type = Runner if rig is None else _rigged(rig)
         self.runner = runner_type(
@@ -105,7 +109,10 @@ class Tiny:
         )  # fmt: skip
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams], eos: Sequence[int] = ()
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        eos: Sequence[int] = (),
     ) -> list[Request]:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         requests = [self.request(p, q, eos) for p, q in zip(prompts, each, strict=True)]

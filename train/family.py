@@ -63,8 +63,8 @@ class Family:
         for kind in kinds:
             if kind.get("rope_type") in ("dynamic", "longrope"):
                 raise ValueError(
-                    f"rope_type={kind['rope_type']!r} changes its frequencies with the length of the text, so a token's "
-                    "keys would depend on when they were computed; use a base with rope_type default, linear, llama3 or yarn"
+                    f"rope_type={kind['rope_type']!r} changes its frequencies with the text's length, so a token's "
+                    "keys would depend on when they were computed; use a base with rope_type default, llama3 or yarn"
                 )
 
     # ---- parts ----

@@ -1,7 +1,7 @@
 """Exit heads: what turns the hidden states at a depth into states that an unembedding can read.
 
-Three kinds (DESIGN §4): `native` trains nothing and uses the base's own final norm; `linear` is `h + W h` with a norm of
-its own; `layer` is one more decoder layer of the base's own class with a norm of its own. This file knows nothing of
+Three kinds (DESIGN §4): `native` trains nothing and uses the base's own final norm; `linear` is `h + W h` with a norm
+of its own; `layer` is one more decoder layer of the base's own class with a norm of its own. This file knows nothing of
 training loops, tiers or pages: a `layer` head attends through whatever attention function its family has chosen.
 """
 
@@ -53,19 +53,25 @@ def check_exits(exits: Sequence[ExitConfig], num_layers: int, vocab_size: int) -
     for exit_ in exits:
         where = f"exits.{exit_.name}"
         if exit_.name == "target" or [e.name for e in exits].count(exit_.name) > 1:
-            raise ValueError(f"{where}: the name {exit_.name!r} is taken; exit names are unique, and 'target' is the base's own")
+            raise ValueError(
+                f"{where}: the name {exit_.name!r} is taken; exit names are unique, and 'target' is the base's own"
+            )
         if not exit_.name.isidentifier():
             raise ValueError(f"{where}: the name must be a plain word, since files are named after it")
         if not 1 <= exit_.layer < num_layers:
-            raise ValueError(f"{where}.layer={exit_.layer} must lie between 1 and {num_layers - 1}: the base has {num_layers} layers")
+            raise ValueError(
+                f"{where}.layer={exit_.layer} must lie between 1 and {num_layers - 1}: the base has {num_layers} layers"
+            )
         if exit_.layer <= below:
             raise ValueError(
-                f"{where}.layer={exit_.layer} must be deeper than the exit before it (layer {below}): list exits by depth"
+                f"{where}.layer={exit_.layer} must be deeper than the exit before it ({below}): list exits by depth"
             )
         if exit_.head not in HEAD_KINDS:
             raise ValueError(f"{where}.head={exit_.head!r} must be one of {', '.join(HEAD_KINDS)}")
         if exit_.vocab_size is not None and not 2 <= exit_.vocab_size <= vocab_size:
-            raise ValueError(f"{where}.vocab_size={exit_.vocab_size} must lie between 2 and the base's {vocab_size}, or be null")
+            raise ValueError(
+                f"{where}.vocab_size={exit_.vocab_size} must lie between 2 and the base's {vocab_size}, or be null"
+            )
         below = exit_.layer
 
 
@@ -123,7 +129,9 @@ def choose_draft_vocab(counts: Tensor, size: int, always: Sequence[int]) -> Tens
 def check_draft_vocab(name: str, ids: Tensor, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
     """Raise ValueError unless ids [V'] are sorted, unique, inside the vocabulary and hold every EOS id."""
     if ids.dtype != torch.int64 or ids.ndim != 1 or len(ids) == 0:
-        raise ValueError(f"draft_vocab.{name}: expected a list of int64 ids, got {ids.dtype} of shape {tuple(ids.shape)}")
+        raise ValueError(
+            f"draft_vocab.{name}: expected a list of int64 ids, got {ids.dtype} of shape {tuple(ids.shape)}"
+        )
     if bool((ids[1:] <= ids[:-1]).any()) or int(ids[0]) < 0 or int(ids[-1]) >= vocab_size:
         raise ValueError(f"draft_vocab.{name}: ids must ascend strictly within 0..{vocab_size - 1}")
     missing = set(eos_token_ids) - set(ids.tolist())

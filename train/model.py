@@ -84,7 +84,7 @@ class EarlyExitModel(nn.Module):
         return [e for e in self.exits if e.vocab_size is not None and e.name not in self.draft_vocabs]
 
     def forward(self, token_ids: Tensor) -> ExitOutputs:
-        """token_ids [B, T] int64, padded on the right (causality hides the padding) → states of the target and exits."""
+        """token_ids [B, T] int64, padded on the right (causality hides the padding) → states of target and exits."""
         family = self.family
         family.use_attention(DENSE_ATTENTION)
         if family.sliding_window is not None and token_ids.shape[1] > family.sliding_window:
@@ -123,13 +123,18 @@ class EarlyExitModel(nn.Module):
         folder = Path(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
-        save_file({k: v.detach().cpu().contiguous() for k, v in self.heads.state_dict().items()}, temporary / "heads.safetensors")
+        save_file(
+            {k: v.detach().cpu().contiguous() for k, v in self.heads.state_dict().items()},
+            temporary / "heads.safetensors",
+        )
         for name, ids in self.draft_vocabs.items():
             save_file({"draft_vocab": ids.cpu()}, temporary / f"draft_vocab.{name}.safetensors")
         record = {
             "format_version": FORMAT_VERSION,
             "base": base_fingerprint(self.base),
-            "exits": [{"name": e.name, "layer": e.layer, "head": e.head, "vocab_size": e.vocab_size} for e in self.exits],
+            "exits": [
+                {"name": e.name, "layer": e.layer, "head": e.head, "vocab_size": e.vocab_size} for e in self.exits
+            ],
         }
         (temporary / "exits.json").write_text(json.dumps(record, indent=2) + "\n")
         if folder.exists():
@@ -152,7 +157,9 @@ class EarlyExitModel(nn.Module):
             )
         stored = exit_configs(record["exits"])
         if tuple(stored) != self.exits:
-            raise ValueError(f"{folder}: holds the exits {stored}, but the config asks for {list(self.exits)}; make them equal")
+            raise ValueError(
+                f"{folder}: holds the exits {stored}, but the config asks for {list(self.exits)}; make them equal"
+            )
         self.heads.load_state_dict(load_file(folder / "heads.safetensors"), strict=True)
         for exit_ in self.exits:
             path = folder / f"draft_vocab.{exit_.name}.safetensors"
@@ -167,5 +174,7 @@ def read_heads_record(folder: Path) -> dict:
             raise ValueError(f"{folder}: {name} is missing; give the folder heads/ that `python -m train fit` wrote")
     record = json.loads((folder / "exits.json").read_text())
     if record.get("format_version") != FORMAT_VERSION:
-        raise ValueError(f"{folder}/exits.json: format_version {record.get('format_version')!r}, this code reads {FORMAT_VERSION}")
+        raise ValueError(
+            f"{folder}/exits.json: format_version {record.get('format_version')!r}, this code reads {FORMAT_VERSION}"
+        )
     return record

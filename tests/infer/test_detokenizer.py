@@ -1,5 +1,4 @@
 import random
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -9,7 +8,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from infer.detokenizer import Detokenizer
 from infer.params import SamplingParams
 
-REAL = Path("/work/tmp/smol")
 TEXTS = [
     "Hello, world! The alphabet: ABCDEFGHIJKLMNOPQRSTUVWXYZ.",
     "👍 世界 삼겹살 👨‍👩‍👧‍👦 naïve café\n\n\tdef f(x):\n    return x + 1",
@@ -17,14 +15,12 @@ TEXTS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["trained", "real"])
+@pytest.fixture(scope="module", params=["trained", pytest.param("real", marks=pytest.mark.real)])
 def tokenizer(request):
     if request.param == "real":
-        if not REAL.exists():
-            pytest.skip(f"{REAL} is not there")
-        from transformers import AutoTokenizer
+        from train.base_model import EMBEDDED, load_tokenizer
 
-        return AutoTokenizer.from_pretrained(REAL)
+        return load_tokenizer(EMBEDDED)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,0 +1,91 @@
+"""Peers that the bench measures beside us, each in a process of its own that answers line by line.
+
+A peer gets token ids and gives back token ids and the seconds it took; between requests it waits and uses no processor,
+so that runs can alternate. `python -m infer.peers --model DIR --dtype bfloat16` is the transformers peer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+PEERS = ("transformers",)
+
+
+class TransformersPeer:
+    """Hugging Face `generate`, greedy, on the same token ids.
+
+    Raises:
+        ValueError: the peer could not load the model.
+    """
+
+    def __init__(self, model: str, dtype: str) -> None:
+        command = [sys.executable, "-m", "infer.peers", "--model", model, "--dtype", dtype]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        if self._read().get("ready") is not True:
+            raise ValueError(f"the transformers peer could not load {model!r}; see its message above")
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> tuple[list[list[int]], float]:
+        """Token ids after each prompt, and the seconds that took."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"prompts": [list(p) for p in prompts], "max_tokens": max_tokens}) + "\n")
+        self._process.stdin.flush()
+        reply = self._read()
+        return reply["token_ids"], reply["seconds"]
+
+    def _read(self) -> dict:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        return json.loads(line) if line else {}
+
+    def close(self) -> None:
+        """End the process; it leaves when its input closes."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=30)
+
+
+def main() -> None:
+    """The peer's side: load the model, then answer requests from stdin until it closes."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--dtype", required=True)
+    args = parser.parse_args()
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval()
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        prompts = request["prompts"]
+        longest = max(len(p) for p in prompts)
+        ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+        eos = model.generation_config.eos_token_id
+        ends = set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
+        start = time.perf_counter()
+        with torch.inference_mode():
+            out = model.generate(ids, attention_mask=mask, max_new_tokens=request["max_tokens"], do_sample=False)
+        seconds = time.perf_counter() - start
+        rows = [_until_end(row, ends) for row in out[:, longest:].tolist()]
+        print(json.dumps({"token_ids": rows, "seconds": seconds}), flush=True)
+
+
+def _until_end(token_ids: list[int], ends: set[int]) -> list[int]:
+    """Up to and including the first end; `generate` pads shorter rows behind it."""
+    for index, token_id in enumerate(token_ids):
+        if token_id in ends:
+            return token_ids[: index + 1]
+    return token_ids
+
+
+if __name__ == "__main__":
+    main()

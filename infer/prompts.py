@@ -1,0 +1,74 @@
+"""Prompt files: one JSON object a line, with `prompt`, `turns` or `messages`; a .txt file holds one prompt a line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRow:
+    """One prompt of a file: a conversation, which a base without chat template takes as its last message's text."""
+
+    id: str
+    messages: list[dict[str, str]]
+
+    @property
+    def text(self) -> str:
+        return self.messages[-1]["content"]
+
+
+def read_prompts(path: Path) -> list[PromptRow]:
+    """All prompts of a .jsonl or .txt file, or of every .jsonl file of a folder.
+
+    Raises:
+        ValueError: nothing there, or a row is malformed; names file, line and reason.
+    """
+    if path.is_dir():
+        files = sorted(path.glob("*.jsonl"))
+        if not files:
+            raise ValueError(f"{path}: no .jsonl file in this folder")
+        return [row for file in files for row in read_prompts(file)]
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; give a .jsonl file with a 'prompt' in each line, or a .txt file")
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), start=1):
+        if line.strip():
+            where = f"{path}:{number}"
+            record = {"prompt": line} if path.suffix == ".txt" else _parse(line, where)
+            rows.append(PromptRow(str(record.get("id", f"{path.stem}-{number}")), _messages(record, where)))
+    if not rows:
+        raise ValueError(f"{path}: no prompts in it")
+    return rows
+
+
+def _parse(line: str, where: str) -> Mapping[str, Any]:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON ({error.msg})") from None
+    if not isinstance(record, dict):
+        raise ValueError(
+            f"{where}: expected an object with 'prompt', 'turns' or 'messages', got {type(record).__name__}"
+        )
+    return record
+
+
+def _messages(record: Mapping[str, Any], where: str) -> list[dict[str, str]]:
+    if isinstance(record.get("prompt"), str):
+        messages = [{"role": "user", "content": record["prompt"]}]
+    elif isinstance(record.get("turns"), list) and record["turns"]:
+        messages = [{"role": "user", "content": record["turns"][0]}]  # later turns answer what was not yet said
+    elif isinstance(record.get("messages"), list) and record["messages"]:
+        messages = record["messages"]
+    else:
+        raise ValueError(f"{where}: expected 'prompt' (text), 'turns' or 'messages' (lists), got {sorted(record)}")
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("content"), str) or "role" not in message:
+            raise ValueError(f"{where}: each message needs 'role' and a text 'content', got {message!r}")
+        if not message["content"].strip():
+            raise ValueError(f"{where}: the prompt is empty")
+    return messages
