@@ -6,7 +6,6 @@ import itertools
 import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -23,6 +22,7 @@ from infer.params import SamplingParams
 from infer.request import Request
 from infer.runner import Runner
 from infer.strategy import Policy, stages_of
+from infer.tokenizer import load_tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
@@ -77,7 +77,7 @@ class LLM:
         torch_dtype = getattr(torch, self.dtype)
         if num_blocks is None:
             num_blocks = _default_num_blocks(self.manifest, torch_dtype.itemsize, max_num_seqs)
-        self.tokenizer = _load_tokenizer(opened.path)
+        self.tokenizer = load_tokenizer(opened.path)
         vocab_file = opened.path / "draft_vocab.safetensors"
         runner = Runner(
             self.manifest,
@@ -135,7 +135,8 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or a list of them, each a list of `{"role": …, "content": …}`."""
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        is_one = not messages or isinstance(messages[0], Mapping)  # an empty one is refused by chat_prompt
+        conversations = [messages] if is_one else list(messages)
         return self.generate([self.chat_prompt(cast(Messages, c)) for c in conversations], sampling_params)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
@@ -246,9 +247,3 @@ def _default_num_blocks(manifest: Manifest, itemsize: int, max_num_seqs: int) ->
     block_bytes = 2 * num_layers * size * base.num_kv_heads * base.head_dim * itemsize
     row = -(-manifest.limits.max_model_len // size)
     return 1 + max(row, min(max_num_seqs * row, DEFAULT_KV_BYTES // block_bytes))
-
-
-def _load_tokenizer(folder: Path) -> Any:
-    from transformers import AutoTokenizer  # a second of imports, which `--help` should not pay
-
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True, clean_up_tokenization_spaces=False)

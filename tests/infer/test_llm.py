@@ -1,0 +1,219 @@
+"""`LLM` and the command line over a tiny artifact: what users touch, good and bad input."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from infer import LLM, SamplingParams
+from infer.cli import main
+from tests.tiny_artifact import MAX_MODEL_LEN, VOCAB_SIZE, make_artifact
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_artifact(tmp_path_factory.mktemp("llm") / "artifact")
+
+
+@pytest.fixture(scope="module")
+def llm(artifact: Path) -> LLM:
+    return LLM(artifact, strategy="hispec", seed=0)
+
+
+def test_generate_takes_text_ids_mappings_and_lists_of_them(llm: LLM) -> None:
+    ids = list(llm.tokenizer("Hello, world!")["input_ids"])
+    by_text, by_ids = llm.generate("Hello, world!", GREEDY), llm.generate(ids, GREEDY)
+    many = llm.generate(["Hello, world!", ids, {"prompt_token_ids": ids}], GREEDY)
+    assert {out.outputs[0].token_ids for out in [*by_text, *by_ids, *many]} == {by_text[0].outputs[0].token_ids}
+    assert by_text[0].prompt == "Hello, world!"
+    assert by_ids[0].prompt is None
+    assert by_ids[0].prompt_token_ids == tuple(ids)
+
+
+def test_strategies_give_the_same_tokens_from_one_artifact(artifact: Path, llm: LLM) -> None:
+    prompts = ["Hello", "the river and the sea", "A"]
+    params = SamplingParams(temperature=0.9, top_p=0.9, seed=3, max_tokens=20)
+    outputs = {}
+    for strategy in ("autoregressive", "layerskip", "hispec"):
+        other = LLM(artifact, strategy=strategy, num_draft_tokens=3)
+        outputs[strategy] = [out.outputs[0].token_ids for out in other.generate(prompts, params)]
+    assert outputs["autoregressive"] == outputs["layerskip"] == outputs["hispec"]
+
+
+def test_stream_grows_to_what_generate_gives(llm: LLM) -> None:
+    pieces = list(llm.stream("Hello, world!", GREEDY))
+    final = llm.generate("Hello, world!", GREEDY)[0]
+    assert [p.finished for p in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert pieces[-1].outputs == final.outputs
+    for before, after in zip(pieces, pieces[1:], strict=False):
+        assert after.outputs[0].text.startswith(before.outputs[0].text)
+
+
+def test_closing_a_stream_gives_all_blocks_back(llm: LLM) -> None:
+    stream = llm.stream("Hello", SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    next(stream)
+    assert llm.engine.pool.num_free < llm.engine.pool.num_blocks - 1
+    stream.close()
+    assert llm.engine.pool.num_free == llm.engine.pool.num_blocks - 1
+    assert not llm.engine.has_unfinished
+
+
+def test_chat_renders_the_template_once(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "Hello"}]
+    ids = llm.chat_prompt(messages)
+    assert llm.tokenizer.decode(ids) == "<|user|>Hello<eos><|assistant|>"
+    assert llm.chat(messages, GREEDY)[0].outputs == llm.generate(ids, GREEDY)[0].outputs
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        ("", "empty"),
+        ([[]], "empty"),
+        ([[VOCAB_SIZE]], "no token id"),
+        ([[-1]], "no token id"),
+        ([[1.5]], "no token id"),
+        ({"text": "x"}, "prompt_token_ids"),
+    ],
+)
+def test_a_bad_prompt_is_refused_and_the_next_one_served(llm: LLM, prompt: object, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        llm.generate(prompt, GREEDY)
+    assert llm.generate("Hello", GREEDY)[0].finished
+
+
+def test_no_prompts_is_no_work(llm: LLM) -> None:
+    assert llm.generate([], GREEDY) == []
+
+
+def test_empty_messages_are_refused(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="messages is empty"):
+        llm.chat([])
+
+
+@pytest.mark.parametrize("max_tokens", [None, 1, 50])
+def test_a_prompt_one_short_of_the_limit_gets_exactly_one_token(llm: LLM, max_tokens: int | None) -> None:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    (output,) = llm.generate([[5] * (MAX_MODEL_LEN - 1)], params)
+    assert len(output.outputs[0].token_ids) == 1
+    assert output.outputs[0].finish_reason == "length"
+    for too_long in (MAX_MODEL_LEN, MAX_MODEL_LEN + 1):
+        with pytest.raises(ValueError, match=rf"{too_long} tokens.*max_model_len is {MAX_MODEL_LEN}"):
+            llm.generate([[5] * too_long], params)
+
+
+def test_a_request_beyond_the_pool_is_refused_before_any_runs(artifact: Path) -> None:
+    small = LLM(artifact, num_blocks=9)  # 8 blocks of 4 positions
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with pytest.raises(ValueError, match="num_blocks"):
+        small.generate([[5] * 20, [5] * 40, [5] * 20], params)
+    outputs = small.generate([[5] * 20, [5] * 20], params)  # together they exceed the pool: the second waits
+    assert [len(out.outputs[0].token_ids) for out in outputs] == [4, 4]
+
+
+def test_batches_larger_than_max_num_seqs_queue_in_order(artifact: Path, llm: LLM) -> None:
+    narrow = LLM(artifact, strategy="hispec", max_num_seqs=2)
+    prompts = [[i + 3] * (i + 1) for i in range(5)]
+    got = [out.outputs[0].token_ids for out in narrow.generate(prompts, GREEDY)]
+    assert got == [llm.generate([p], GREEDY)[0].outputs[0].token_ids for p in prompts]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "reason"),
+    [
+        ({"strategy": "lookahed"}, "is not one of autoregressive"),
+        ({"num_draft_tokens": 0}, "num_draft_tokens=0"),
+        ({"strategy": "hispec", "window": 500}, "lower them"),
+        ({"backend": "tensorrt"}, "tensorrt"),
+        ({"dtype": "float64"}, "float64"),
+        ({"max_num_seqs": 0}, "max_num_seqs=0"),
+        ({"num_blocks": 1}, "num_blocks=1"),
+    ],
+)
+def test_a_bad_option_is_refused_by_name(artifact: Path, kwargs: dict, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        LLM(artifact, **kwargs)
+
+
+# ---- command line ----
+
+
+def test_generate_writes_one_line_per_prompt_and_checks_them(artifact: Path, tmp_path: Path, capsys) -> None:
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text('{"id": "a", "prompt": "Hello"}\n\n{"turns": ["the sea", "and then?"]}\n')
+    args = ["generate", str(artifact), "--prompts", str(prompts), "--output", str(output), "--strategy", "hispec"]
+    assert main([*args, "--max-tokens", "8", "--check"]) == 0
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [r["id"] for r in records] == ["a", "prompts-3"]
+    assert all(r["num_tokens"] <= 8 for r in records)
+    assert "check: 2 of 2 equal" in capsys.readouterr().err
+
+
+def test_generate_streams_a_single_prompt(artifact: Path, llm: LLM, capsys) -> None:
+    assert main(["generate", str(artifact), "--prompt", "Hello", "--raw", "--max-tokens", "12"]) == 0
+    assert capsys.readouterr().out == llm.generate("Hello", GREEDY)[0].outputs[0].text + "\n"
+
+
+def test_bench_prints_a_table_and_writes_json(artifact: Path, tmp_path: Path, capsys) -> None:
+    prompts, output = tmp_path / "prompts.txt", tmp_path / "bench.json"
+    prompts.write_text("Hello\nthe river\nA\n")
+    args = ["bench", str(artifact), "--prompts", str(prompts), "--batch-sizes", "1,2", "--max-tokens", "8"]
+    assert main([*args, "--output", str(output)]) == 0
+    rows = json.loads(output.read_text())["rows"]
+    assert [(r["strategy"], r["batch_size"]) for r in rows] == [
+        (s, b) for b in (1, 2) for s in ("autoregressive", "layerskip", "hispec")
+    ]
+    assert all(r["num_identical"] == r["num_prompts"] == 3 for r in rows)
+    assert "ratio to plain" in capsys.readouterr().out
+
+
+def test_inspect_shows_tiers_and_parity(artifact: Path, capsys) -> None:
+    assert main(["inspect", str(artifact)]) == 0
+    out = capsys.readouterr().out
+    assert "intermediate" in out
+    assert "200" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--prompt", ""], "empty"),
+        ([], "nothing to complete"),
+        (["--prompts", "missing.jsonl"], "no such file"),
+        (["--prompt", "x", "--temperature", "-1"], "temperature"),
+        (["--prompt", "x", "--strategy", "magic"], "magic"),
+    ],
+)
+def test_bad_arguments_end_with_code_2_and_one_line(artifact: Path, capsys, arguments: list[str], reason: str) -> None:
+    assert main(["generate", str(artifact), "--raw", *arguments]) == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith("error: ")
+    assert reason in message
+
+
+def test_a_malformed_prompt_row_is_named_with_its_number(artifact: Path, tmp_path: Path, capsys) -> None:
+    for row, reason in [
+        ("{", "not JSON"),
+        ('{"text": 1}', "expected 'prompt'"),
+        ('{"prompt": " "}', "empty"),
+        ("3", "int"),
+    ]:
+        path = tmp_path / "rows.jsonl"
+        path.write_text('{"prompt": "fine"}\n' + row + "\n")
+        assert main(["generate", str(artifact), "--prompts", str(path)]) == 2
+        message = capsys.readouterr().err
+        assert f"{path}:2" in message
+        assert reason in message
+
+
+def test_a_damaged_artifact_is_refused_with_code_2(artifact: Path, tmp_path: Path, capsys) -> None:
+    for damage in ("missing", "changed"):
+        copy = tmp_path / damage
+        shutil.copytree(artifact, copy)
+        (victim,) = copy.glob("programs/*/target.trunk.*")
+        victim.unlink() if damage == "missing" else victim.write_bytes(victim.read_bytes()[:-1] + b" ")
+        assert main(["generate", str(copy), "--prompt", "x"]) == 2
+        assert "target.trunk" in capsys.readouterr().err
