@@ -61,8 +61,11 @@ class Runner:
             (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
             for _ in range(num_kv_layers)
         ]
+        self._pages = [page for pair in pages for page in pair]
         ring_shape = ((max_num_seqs + 1) * RING_SIZE, base.hidden_size)
         self._rings = [torch.zeros(ring_shape, dtype=dtype, device=device) for _ in tiers]
+
+        self._last_query: tuple[list[Row], list[range], Query] | None = None
 
         def bound(name: str) -> tuple[Program, int | None, list[Tensor]]:
             info = infos[name]
@@ -72,6 +75,12 @@ class Runner:
         self._trunks = [bound(f"{tier.name}.trunk") for tier in tiers]
         self._exits = [bound(f"{e.name}.exit") for e in self.exits]
         self._unembeds = [bound(f"{e.name}.unembed" if e.vocab_size else "unembed") for e in self.exits]
+
+    @torch.inference_mode()
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Zero blocks that hold NaN before another row gets them: an unwritten slot is masked, but 0 × NaN is NaN."""
+        for page in self._pages:
+            page[list(blocks)] = 0
 
     # ---- prefill ----
 
@@ -101,6 +110,7 @@ class Runner:
 
         Positions come row after row, each row's from its old cursor to its end; a trimmed exit gives [N, V'].
         """
+        self._last_query = None
         starts = [row.cursors[tier] for row in rows]
         for level in range(tier + 1):
             self._advance(rows, level)
@@ -111,7 +121,7 @@ class Runner:
         """Run the trunk over each row's positions from its cursor to its end; states go to the tier's ring."""
         trunk = self._trunks[tier]
         for part, spans in self._parts(rows, [row.cursors[tier] for row in rows], trunk[1]):
-            query = make_query(part, spans, self.block_size, self.device)
+            query = self._query(part, spans)
             if tier == 0:
                 x = token_rectangle(part, spans, query.width, self.device)
             else:
@@ -129,7 +139,7 @@ class Runner:
         # A `layer` exit may lag behind its tier and catches up first; the others compute just what is asked for.
         begins = [row.exit_cursors[tier] for row in rows] if has_kv else starts
         for part, spans in self._parts(rows, begins, program[1]):
-            query = make_query(part, spans, self.block_size, self.device)
+            query = self._query(part, spans)
             x = self._read_ring(tier, query)
             if has_kv:
                 out = self._call(program, x, query).flatten(0, 1)
@@ -157,6 +167,14 @@ class Runner:
         todo = [(row, range(start, len(row))) for row, start in zip(rows, starts, strict=True) if start < len(row)]
         spans = [span for _, span in todo]
         return [([todo[i][0] for i in run], [spans[i] for i in run]) for run in split_by_size(spans, limit)]
+
+    def _query(self, rows: list[Row], spans: list[range]) -> Query:
+        """The tensors of a call. Tiers that stand level compute the same positions, so the last ones are kept."""
+        if self._last_query is not None and self._last_query[0] == rows and self._last_query[1] == spans:
+            return self._last_query[2]
+        query = make_query(rows, spans, self.block_size, self.device)
+        self._last_query = (rows, spans, query)
+        return query
 
     def _read_ring(self, tier: int, query: Query) -> Tensor:
         assert query.width <= RING_SIZE, f"{query.width} positions do not fit a ring of {RING_SIZE}"
