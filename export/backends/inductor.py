@@ -1,0 +1,115 @@
+"""AOTInductor packages: the exported graph compiled ahead of time by the C++ compiler, weights inside.
+
+Programs are compiled in processes of their own, each from the eager form on disk, so that several compile at once and
+Inductor's caches end with them. It knows nothing of models; the traps that its options avoid stand in DESIGN §5.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import shutil
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._inductor
+import torch.utils._pytree as pytree
+from safetensors.torch import load_file
+from torch.export import ExportedProgram
+
+from infer.backends.eager import read_graph
+
+SUFFIX = ".pt2"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One program to compile."""
+
+    name: str
+    graph_file: Path
+    weights_file: Path
+    package: Path
+    autotune: bool
+    num_threads: int
+
+
+def check_compiler() -> None:
+    """ValueError unless the C++ compiler that Inductor will call is there."""
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise ValueError(
+            f"backend inductor compiles C++ and {compiler!r} is not on PATH: install it (apt-get install g++), "
+            "set CXX to another compiler, or export with --backend eager"
+        )
+
+
+def options(autotune: bool) -> dict[str, Any]:
+    """Inductor's settings. Freezing packs weights for the templates; without them it changes no kernel."""
+    chosen: dict[str, Any] = {"aot_inductor.check_lowerbound": False}
+    if autotune:
+        chosen |= {"freezing": True, "max_autotune": True, "max_autotune_gemm_backends": "CPP,ATEN"}
+    return chosen
+
+
+def build(jobs: Sequence[Job], num_workers: int) -> Iterator[tuple[str, float]]:
+    """Compile all jobs, largest first, `num_workers` at a time; yields (name, seconds) as they end."""
+    largest_first = sorted(jobs, key=lambda job: -job.weights_file.stat().st_size)
+    spawn = multiprocessing.get_context("spawn")  # torch's threads don't survive a fork
+    with (
+        tempfile.TemporaryDirectory(prefix="hispec-inductor-") as cache,
+        ProcessPoolExecutor(num_workers, mp_context=spawn) as pool,
+    ):
+        try:
+            for done in as_completed([pool.submit(_compile, job, cache) for job in largest_first]):
+                yield done.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _compile(job: Job, cache: str) -> tuple[str, float]:
+    start = time.perf_counter()
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    torch.set_num_threads(job.num_threads)
+    # Clones: a package would store the whole mapped file behind every tensor that is a view of it
+    tensors = {name: tensor.clone() for name, tensor in load_file(job.weights_file).items()}
+    exported = read_graph(job.graph_file, tensors)
+    exported._example_inputs = example_inputs(exported)
+    torch._inductor.aoti_compile_and_package(
+        exported, package_path=str(job.package), inductor_configs=options(job.autotune)
+    )
+    return job.name, time.perf_counter() - start
+
+
+def example_inputs(exported: ExportedProgram) -> Any:
+    """(args, kwargs) of the shapes that the graph was exported with, every tensor independent of the others."""
+    names = set(exported.graph_signature.user_inputs)
+    values = [node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder" and node.name in names]
+    tensors = [torch.zeros([_hint(size) for size in value.shape], dtype=value.dtype) for value in values]
+    return pytree.tree_unflatten(tensors, exported.call_spec.in_spec)
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    """The number that stood in the example for a dynamic dimension."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def count_kernels(package: Path) -> dict[str, int]:
+    """How a package multiplies matrices: calls of library GEMMs, and template GEMMs that use AMX."""
+    with zipfile.ZipFile(package) as archive:
+        sources = [archive.read(name).decode() for name in archive.namelist() if name.endswith(".cpp")]
+    text = "\n".join(sources)
+    return {
+        "library_gemm": len(re.findall(r"aoti_torch_cpu_(?:mm|addmm|bmm|\w*linear\w*)(?:_out)?\(", text)),
+        "amx_template": len(re.findall(r"^\s*AMXState amx_state;", text, flags=re.MULTILINE)),
+        "sdpa": text.count("aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu("),
+    }

@@ -1,0 +1,91 @@
+"""Within which sizes of call a program gives the bits of one token alone: what makes lossless verification exact.
+
+Export measures it for every program and the runtime keeps its calls inside. Knows programs as callables.
+"""
+
+# Shape legend: B rows, T query positions, M blocks per row, S block size, N tokens
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MAX_TOKENS = 64
+CONTEXT = 40  # cached positions below the tokens that are tried
+SHAPES = sorted(
+    [(1, 2), (2, 1), (1, 3), (3, 1), (1, 5), (5, 1), (2, 3), (1, 8), (2, 4), (8, 1), (2, 5), (3, 5), (1, 16), (4, 4)]
+    + [(16, 1), (3, 8), (8, 3), (1, 32), (8, 4), (4, 8), (32, 1), (6, 8), (8, 6), (48, 1), (1, 64), (8, 8), (64, 1)],
+    key=lambda shape: (shape[0] * shape[1], shape),
+)
+EXTRA_BLOCKS = (1, 4, 13)
+
+Results = Iterator[tuple[int, bool]]  # number of tokens in a call, whether every one had its own bits
+
+
+@torch.no_grad()
+def flat_range(program: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype) -> tuple[int, int] | None:
+    """The range of N for a program [N, width] → [N, ..]."""
+    tokens = torch.randn(MAX_TOKENS, width, generator=torch.Generator().manual_seed(0)).to(dtype)
+    single = torch.cat([program(tokens[i : i + 1].clone()) for i in range(MAX_TOKENS)])
+    sizes = sorted({batch * length for batch, length in SHAPES})
+    return _largest((n, torch.equal(program(tokens[:n].clone()), single[:n])) for n in sizes)
+
+
+@torch.no_grad()
+def paged_range(
+    program: Callable[..., Any], tokens: Tensor, page_shape: tuple[int, int, int], num_layers: int, dtype: torch.dtype
+) -> tuple[int, int] | None:
+    """The range of B·T for a trunk or a `layer` exit.
+
+    Args:
+        program: called as (x, positions, slots, block_table, kv).
+        tokens: [MAX_TOKENS, MAX_TOKENS] token ids or [MAX_TOKENS, MAX_TOKENS, D] hidden states, rows by positions.
+        page_shape: S, KV heads, head_dim.
+        num_layers: whose pages it takes.
+    """
+    size = page_shape[0]
+    num_shared, num_own = CONTEXT // size, -(-(CONTEXT % size + MAX_TOKENS) // size)
+    generator = torch.Generator().manual_seed(0)
+    shape = (1 + num_shared + MAX_TOKENS * num_own, *page_shape)
+    kv = [torch.randn(shape, generator=generator).to(dtype) for _ in range(2 * num_layers)]
+    shared = torch.arange(1, 1 + num_shared).expand(MAX_TOKENS, num_shared)
+    own = torch.arange(1 + num_shared, shape[0]).view(MAX_TOKENS, num_own)
+    tables = torch.cat([shared, own], 1)
+
+    def call(rows: slice, span: slice, extra_blocks: int = 0) -> Tensor:
+        x = tokens[rows, span].clone()
+        positions = torch.arange(CONTEXT + span.start, CONTEXT + span.stop).repeat(x.shape[0], 1)
+        num_blocks = (CONTEXT + span.stop - 1) // size + 1
+        table = tables[rows, :num_blocks]
+        slots = table.gather(1, positions // size) * size + positions % size
+        padding = torch.zeros(x.shape[0], extra_blocks, dtype=torch.long)
+        return program(x, positions, slots, torch.cat([table, padding], 1), kv)
+
+    single: dict[tuple[int, int], Tensor] = {}
+
+    def matches(batch: int, length: int) -> bool:
+        for t in range(length):  # position after position: each reads the keys of those before it
+            for b in range(batch):
+                if (b, t) not in single:
+                    single[b, t] = call(slice(b, b + 1), slice(t, t + 1))[0, 0]
+        got = call(slice(0, batch), slice(0, length))
+        return all(torch.equal(got[b, t], single[b, t]) for b in range(batch) for t in range(length))
+
+    found = _largest((batch * length, matches(batch, length)) for batch, length in SHAPES)
+    first = call(slice(0, 1), slice(0, 1))
+    wide = [torch.equal(call(slice(0, 1), slice(0, 1), extra), first) for extra in EXTRA_BLOCKS]
+    return found if all(wide) else None
+
+
+def _largest(results: Results) -> tuple[int, int] | None:
+    """[1, n] for the largest n up to which every call matched; None when not even two tokens do."""
+    limit = 1
+    for n, group in groupby(results, key=lambda result: result[0]):
+        if not all(matched for _, matched in group):
+            break
+        limit = n
+    return (1, limit) if limit > 1 else None

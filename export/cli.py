@@ -1,0 +1,201 @@
+"""The command line of export: from a heads folder or a config to an artifact."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:  # torch and transformers take seconds, `--help` and a wrong option should not
+    from train.heads import ExitConfig
+    from train.model import EarlyExitModel
+
+BACKENDS = ("eager", "inductor")
+LATER_BACKENDS = ("onnx", "tensorrt")
+DTYPES = ("float32", "bfloat16")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+class Source(NamedTuple):
+    """Where base and heads come from."""
+
+    base: str
+    revision: str | None
+    exits: list[ExitConfig]
+    heads: Path | None  # None: nothing trained
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0; 2 for what the user can put right, 1 when a program fails its check."""
+    args = _parser().parse_args(argv)
+    try:
+        return _run(args)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        if type(error).__name__ != "ParityError":
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m export", description="Export a base model and its exits as an artifact that infer runs."
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--checkpoint", type=Path, metavar="DIR", help="folder heads/ that `python -m train fit` wrote")
+    source.add_argument("--config", type=Path, metavar="YAML", help="training config, for exits that are all native")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="artifact folder to write")
+    parser.add_argument("--backend", default="inductor,eager", help="eager, inductor, or both (default: %(default)s)")
+    parser.add_argument("--dtype", default="float32", help="float32, bfloat16, or both (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", help="cpu (default)")
+    parser.add_argument("--max-model-len", type=int, metavar="N", help="longest sequence (default: the base's, ≤ 4096)")
+    parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens a KV block (default: 16)")
+    parser.add_argument(
+        "--prefill-chunk", type=int, default=128, metavar="N", help="prompt tokens a call (default: 128)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace the artifact at --output")
+    parser.add_argument("--autotune", action="store_true", help="inductor: try GEMM kernels (slow; idle machine only)")
+    parser.add_argument(
+        "--workers", type=int, default=2, metavar="N", help="programs that compile at once (default: 2)"
+    )
+    return parser
+
+
+def _run(args: argparse.Namespace) -> int:
+    backends = _choices("--backend", args.backend, BACKENDS, later=LATER_BACKENDS)
+    dtypes = _choices("--dtype", args.dtype, DTYPES)
+    _check_device(args.device)
+    if args.workers < 1:
+        raise ValueError(f"--workers {args.workers} must be at least 1")
+    from export.backends import inductor
+    from export.writer import ExportOptions, check_output, write_artifact
+
+    options = ExportOptions(
+        output=args.output,
+        backends=backends,
+        dtypes=dtypes,
+        max_model_len=args.max_model_len,
+        block_size=args.block_size,
+        prefill_chunk=args.prefill_chunk,
+        overwrite=args.overwrite,
+        autotune=args.autotune,
+        num_workers=args.workers,
+    )
+    check_output(options)
+    if "inductor" in backends:
+        inductor.check_compiler()
+    source = read_source(args.checkpoint, args.config)
+    started = time.perf_counter()
+
+    def report(line: str) -> None:
+        print(f"[{time.perf_counter() - started:4.0f} s] {line}", flush=True)
+
+    report(f"base {source.base}, exits " + ", ".join(f"{e.name}@{e.layer} {e.head}" for e in source.exits))
+    tokenizer = load_tokenizer_of(source)
+    if tokenizer is None:
+        report(f"{source.base} has no tokenizer: the artifact will take token ids only")
+    write_artifact(lambda dtype: load_model(source, dtype), tokenizer, options, report)
+    report(f"wrote {args.output}")
+    return 0
+
+
+def _choices(flag: str, value: str, allowed: Sequence[str], later: Sequence[str] = ()) -> tuple[str, ...]:
+    """The comma-separated list of a flag."""
+    chosen = tuple(dict.fromkeys(part.strip() for part in value.split(",") if part.strip()))
+    for name in chosen:
+        if name in later:
+            raise ValueError(f"{flag} {name} is not built yet in this release; it builds {', '.join(allowed)}")
+        if name not in allowed:
+            raise ValueError(f"{flag} {name!r} is unknown; expected some of {', '.join(allowed)}")
+    if not chosen:
+        raise ValueError(f"{flag} is empty; expected some of {', '.join(allowed)}")
+    return chosen
+
+
+def _check_device(device: str) -> None:
+    if device == "cpu":
+        return
+    if device.split(":")[0] != "cuda":
+        raise ValueError(f"--device {device!r} is unknown; expected cpu or cuda")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError(
+            f"--device {device}: PyTorch finds no GPU here; export on the machine that will run it, or use cpu"
+        )
+    raise ValueError(f"--device {device}: programs for GPUs are not built yet in this release; use --device cpu")
+
+
+def read_source(checkpoint: Path | None, config: Path | None) -> Source:
+    """What to export, from a heads folder or a training config; ValueError names what is missing there."""
+    from train.heads import exit_configs
+    from train.model import read_heads_record
+
+    if checkpoint is not None:
+        record = read_heads_record(checkpoint)
+        base = record["base"]
+        return Source(base["name"], _given_revision(base), exit_configs(record["exits"]), checkpoint)
+    assert config is not None
+    section = _model_section(config)
+    exits = exit_configs(section.get("exits") or [])
+    for e in exits:
+        if e.head != "native" or e.vocab_size is not None:
+            raise ValueError(
+                f"{config}: exits.{e.name} (head {e.head}, vocab_size {e.vocab_size}) needs training: "
+                "run python -m train fit and give its heads folder with --checkpoint"
+            )
+    return Source(section["base"], section.get("revision"), exits, None)
+
+
+def _given_revision(base: dict[str, Any]) -> str | None:
+    """The recorded revision, for a hub id; what is on this machine has none."""
+    from train.base_model import resolve_base
+
+    return base["revision"] if isinstance(resolve_base(base["name"]), str) else None
+
+
+def _model_section(config: Path) -> dict[str, Any]:
+    import yaml
+
+    if not config.is_file():
+        raise ValueError(f"--config {config}: no such file")
+    try:
+        content = yaml.safe_load(config.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"--config {config}: not valid YAML: {error}") from error
+    section = content.get("model") if isinstance(content, dict) else None
+    if not isinstance(section, dict) or not isinstance(section.get("base"), str):
+        raise ValueError(f"--config {config}: model.base is missing; expected model: {{base: NAME, exits: [...]}}")
+    return section
+
+
+def load_model(source: Source, dtype: str) -> EarlyExitModel:
+    """Base and heads in `dtype`."""
+    import torch
+
+    from train.base_model import load_base
+    from train.model import EarlyExitModel
+
+    model = EarlyExitModel(load_base(source.base, source.revision, dtype=dtype), source.exits)
+    model.heads.to(getattr(torch, dtype))  # heads have no buffers that must stay fp32; the base was loaded in dtype
+    if source.heads is not None:
+        model.load_heads(source.heads)
+    for e in model.missing_draft_vocabs():
+        raise ValueError(f"{source.heads}: draft_vocab.{e.name}.safetensors is missing, but exits.{e.name} is trimmed")
+    return model.eval().requires_grad_(False)
+
+
+def load_tokenizer_of(source: Source) -> Any:
+    """The base's tokenizer; None for a local folder that holds no file of one."""
+    from train.base_model import load_tokenizer, resolve_base
+
+    folder = resolve_base(source.base, source.revision)
+    if isinstance(folder, Path) and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    return load_tokenizer(source.base, source.revision)

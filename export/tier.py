@@ -1,0 +1,117 @@
+"""Tiers as programs: a span of layers, an exit and an unembedding, each with a flat tensor signature (DESIGN §5).
+
+Every module here is a pure function of its arguments and of the KV pages that it is handed, which it updates in place.
+It knows no backend: `export.backends` compiles it, `infer.backends` runs it.
+"""
+
+# Shape legend: B rows, T query positions, M blocks per row, S block size, D hidden, E exit size, V vocabulary, N tokens
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from export.attention import Pages, fold_factor, page_mask
+from train.family import Family
+from train.heads import ExitHead
+
+
+class PagedLayers(nn.Module):
+    """Decoder layers of one family over pages: hidden [B, T, D] → [B, T, D]."""
+
+    def __init__(self, family: Family, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self._family = family
+        self._fold = fold_factor(family.config.num_attention_heads, family.num_kv_heads)
+
+    def forward(
+        self, hidden: Tensor, positions: Tensor, slots: Tensor, block_table: Tensor, kv: list[Tensor]
+    ) -> Tensor:
+        """kv: k and v of every layer in turn, each [num_blocks, S, K, head_dim], written in place."""
+        num_slots = block_table.shape[1] * kv[0].shape[1]
+        pages = Pages(
+            slots=slots,
+            block_table=block_table,
+            mask=page_mask(positions, num_slots, self._fold),
+            caches={id(layer.self_attn): (kv[2 * i], kv[2 * i + 1]) for i, layer in enumerate(self.layers)},
+        )
+        return self._family.run_each(self.layers, hidden, positions.clamp(min=0), pages=pages)
+
+
+class Trunk(nn.Module):
+    """Layers [start, stop) of the base. The lowest trunk takes token ids, those above it hidden states."""
+
+    def __init__(self, family: Family, start: int, stop: int) -> None:
+        super().__init__()
+        self.start, self.stop = start, stop
+        self._family = family
+        self.paged = PagedLayers(family, list(family.decoder.layers[start:stop]))
+        self.embedding = nn.ModuleDict(_embedding_modules(family)) if start == 0 else None
+
+    def forward(self, x: Tensor, positions: Tensor, slots: Tensor, block_table: Tensor, kv: list[Tensor]) -> Tensor:
+        """x [B, T] int64 or [B, T, D]; positions, slots [B, T] int64, −1 and 0 for padding; → hidden [B, T, D]."""
+        hidden = x if self.embedding is None else self._family.embed(x, positions.clamp(min=0))
+        return self.paged(hidden, positions, slots, block_table, kv)
+
+
+class LayerExit(nn.Module):
+    """The exit of a `layer` head: its own decoder layer over its own pages, then its norm."""
+
+    def __init__(self, family: Family, head: ExitHead) -> None:
+        super().__init__()
+        assert head.layer is not None, head.config
+        self.paged = PagedLayers(family, [head.layer])
+        self.readout = _Readout(family, head.norm, None)
+
+    def forward(
+        self, hidden: Tensor, positions: Tensor, slots: Tensor, block_table: Tensor, kv: list[Tensor]
+    ) -> Tensor:
+        """hidden [B, T, D] that the trunk below left, kv: this layer's k and v → states [B, T, E]."""
+        return self.readout(self.paged(hidden, positions, slots, block_table, kv))
+
+
+class FlatExit(nn.Module):
+    """An exit that sees single tokens: `native`, `linear`, and the target's own (no head). hidden [N, D] → [N, E]."""
+
+    def __init__(self, family: Family, head: ExitHead | None) -> None:
+        super().__init__()
+        norm = family.final_norm() if head is None or head.norm is None else head.norm
+        self.readout = _Readout(family, norm, None if head is None else head.linear)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.readout(hidden)
+
+
+class _Readout(nn.Module):
+    """`ExitHead.readout` with all its parts as children, so that a program owns its weights by name."""
+
+    def __init__(self, family: Family, norm: nn.Module | None, linear: nn.Module | None) -> None:
+        super().__init__()
+        self.linear = linear
+        self.norm = norm
+        self.project_out = family.decoder.project_out if family.is_opt else None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.linear is not None:
+            hidden = hidden + self.linear(hidden)
+        if self.norm is not None:
+            hidden = self.norm(hidden)
+        return hidden if self.project_out is None else self.project_out(hidden)
+
+
+class Unembed(nn.Module):
+    """States [N, E] → logits [N, V], or over the rows of a trimmed vocabulary."""
+
+    def __init__(self, family: Family, ids: Tensor | None = None) -> None:
+        super().__init__()
+        weight = family.unembedding.detach()
+        self.weight = nn.Parameter(weight if ids is None else weight[ids].contiguous(), requires_grad=False)
+        self._family = family
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self._family.unembed(states, self.weight)
+
+
+def _embedding_modules(family: Family) -> dict[str, nn.Module]:
+    names = ("embed_tokens", "embed_positions", "project_in") if family.is_opt else ("embed_tokens",)
+    return {name: getattr(family.decoder, name) for name in names if getattr(family.decoder, name) is not None}

@@ -1,0 +1,53 @@
+"""Exported graphs run by PyTorch. Graphs are JSON and weights safetensors: loading them unpickles nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch._export.serde.serialize import SerializedArtifact, deserialize
+from torch.export import ExportedProgram
+
+from infer.artifact import Artifact, ProgramSet
+
+
+def load_programs(artifact: Artifact, program_set: ProgramSet) -> dict[str, Callable[..., Any]]:
+    """Program name → a call under inference mode. Weights stay mapped from weights/<dtype>/<program>.safetensors."""
+    weights = artifact.path / "weights" / program_set.build.dtype
+    return {
+        name: _load(program_set.path / program.file, weights / f"{name}.safetensors")
+        for name, program in program_set.build.programs.items()
+    }
+
+
+def read_graph(graph_file: Path, tensors: Mapping[str, Tensor]) -> ExportedProgram:
+    """The graph in `graph_file` over `tensors` (parameters, buffers and constants by name)."""
+    text = graph_file.read_bytes()
+    specs = json.loads(text)["graph_module"]["signature"]["input_specs"]
+    parameters = {spec["parameter"]["parameter_name"] for spec in specs if "parameter" in spec}
+    state = {name: nn.Parameter(tensors[name], requires_grad=False) for name in parameters}
+    constants = {name: tensor for name, tensor in tensors.items() if name not in parameters}
+    # bytes are JSON; dicts are taken as they are, whereas bytes in their place would be unpickled
+    return deserialize(SerializedArtifact(text, state, constants, {}))  # type: ignore[arg-type]
+
+
+def _load(graph_file: Path, weights_file: Path) -> Callable[..., Any]:
+    tensors = load_file(weights_file)  # maps the file
+    return _Call(read_graph(graph_file, tensors).module(check_guards=False))
+
+
+class _Call:
+    """Calls a module without autograd and without the module's hooks (they check what the runtime has checked)."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._forward = module.forward
+        self._module = module
+
+    def __call__(self, *args: Any) -> Any:
+        with torch.no_grad():
+            return self._forward(*args)

@@ -1,0 +1,16 @@
+"""AOTInductor packages: machine code with its weights inside. A package checks none of its inputs; the runtime does."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch._inductor
+
+from infer.artifact import Artifact, ProgramSet
+
+
+def load_programs(artifact: Artifact, program_set: ProgramSet) -> dict[str, Callable[..., Any]]:
+    """Program name → the loaded package."""
+    return {
+        name: torch._inductor.aoti_load_package(str(program_set.path / program.file))
+        for name, program in program_set.build.programs.items()
+    }
