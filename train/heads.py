@@ -102,15 +102,21 @@ class ExitHead(nn.Module):
     def forward(self, hidden: Tensor, positions: Tensor, **attention: Any) -> Tensor:
         """hidden [B, T, D], positions [B, T] → [B, T, E]; `attention` reaches a `layer` head's attention function."""
         if self.layer is not None:
-            hidden = self._family.run_each([self.layer], hidden, positions, **attention)
+            hidden = self._family.run_each([self.layer], self._cast(hidden), positions, **attention)
         return self.readout(hidden)
 
     def readout(self, hidden: Tensor) -> Tensor:
         """All but the decoder layer: [.., D] → [.., E]."""
+        hidden = self._cast(hidden)
         if self.linear is not None:
             hidden = hidden + self.linear(hidden)
         norm = self._family.final_norm() if self.norm is None else self.norm
-        return self._family.project_out(norm(hidden))
+        return self._family.project_out(norm(hidden).to(self._family.unembedding.dtype))
+
+    def _cast(self, hidden: Tensor) -> Tensor:
+        """To the precision of the head, which in training is float32 whatever the base's is."""
+        own = next(self.parameters(), None)
+        return hidden if own is None else hidden.to(own.dtype)
 
 
 def choose_draft_vocab(counts: Tensor, size: int, always: Sequence[int]) -> Tensor:

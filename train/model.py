@@ -12,7 +12,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -110,8 +111,12 @@ class EarlyExitModel(nn.Module):
 
     def unembed_exit(self, name: str, states: Tensor) -> Tensor:
         """[.., E] → logits over the exit's own ids [.., V']."""
+        return self.exit_unembedding(name)(states)
+
+    def exit_unembedding(self, name: str) -> Callable[[Tensor], Tensor]:
+        """The function [.., E] → [.., V'] of an exit, for many calls: the trimmed matrix is gathered once."""
         ids = self.draft_vocabs.get(name)
-        return self.family.unembed(states, None if ids is None else self.family.unembedding[ids])
+        return partial(self.family.unembed, weight=None if ids is None else self.family.unembedding[ids])
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         return [p for p in self.heads.parameters() if p.requires_grad]

@@ -1,0 +1,113 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from train.cli import COMMANDS, main
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+
+@pytest.fixture
+def config(base_folder, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"a{n}", "response": f"so {n}"}) + "\n" for n in range(6)))
+    content = {
+        "model": {
+            "base": str(base_folder),
+            "exits": [
+                {"name": "draft", "layer": 2, "head": "linear"},
+                {"name": "intermediate", "layer": 4, "head": "linear"},
+            ],
+        },
+        "data": {"train_files": str(rows), "val_files": str(rows)},
+        "trainer": {
+            "accelerator": "cpu",
+            "max_epochs": 1,
+            "logger": False,
+            "enable_progress_bar": False,
+            "default_root_dir": str(tmp_path / "run"),
+        },
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def test_fit_twice_then_resume_and_validate(config, tmp_path, capsys):
+    assert main(["fit", "--config", str(config)]) == 0
+    assert main(["fit", "--config", str(config)]) == 0
+    last = str(tmp_path / "run" / "last.ckpt")
+    resumed = ["fit", "--config", str(config), "--ckpt_path", last, "--trainer.max_epochs", "2", "--model.lr", "0.5"]
+    assert main(resumed) == 0
+    assert main(["validate", "--config", str(config), "--ckpt_path", last]) == 0
+    assert (tmp_path / "run" / "heads" / "exits.json").is_file()
+    assert "acceptance_length" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--model.lrr", "0.1"], ["lrr", "model.lr"]),
+        (["--model.lr", "many"], ["lr", "many"]),
+        (["--model.lr", "-1"], ["model.lr=-1"]),
+        (["--model.exits", '[{"name": "draft", "layer": 99}]'], ["exits.draft.layer=99", "1 and 5"]),
+        (["--model.exits", '[{"name": "draft", "layer": 0}]'], ["exits.draft.layer=0"]),
+        (["--model.exits", '[{"name": "a", "layer": 4}, {"name": "b", "layer": 2}]'], ["exits.b.layer=2", "deeper"]),
+        (["--model.exits", '[{"name": "draft", "layr": 1}]'], ["layr"]),
+        (["--model.exits", '[{"name": "draft", "layer": 1, "head": "deep"}]'], ["head", "native", "deep"]),
+        (["--trainer.devices", "two"], ["trainer", "two"]),
+        (["--data.train_files", "nowhere.jsonl"], ["nowhere.jsonl"]),
+        (["--ckpt_path", "nowhere.ckpt"], ["nowhere.ckpt"]),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_it(config, tmp_path, capsys, flags, words):
+    assert main(["fit", "--config", str(config), *flags]) == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert line.startswith("error: ") and all(word in line for word in words)
+    assert not (tmp_path / "run" / "heads").exists()
+
+
+def test_a_checkpoint_that_is_cut_short_or_runs_code_is_refused(config, tmp_path, capsys):
+    class Payload:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "ran"), "w"))
+
+    whole, cut, evil = tmp_path / "whole.ckpt", tmp_path / "cut.ckpt", tmp_path / "evil.ckpt"
+    torch.save({"state_dict": {}, "x": torch.zeros(1000)}, whole)
+    cut.write_bytes(whole.read_bytes()[:2000])
+    torch.save({"state_dict": {}, "x": Payload()}, evil)
+    for path in (cut, evil):
+        assert main(["fit", "--config", str(config), "--ckpt_path", str(path)]) == 2
+        assert f"ckpt_path={path}" in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()
+
+
+def test_unknown_commands_and_tabs_in_yaml_are_told(tmp_path, capsys):
+    assert main(["fitt"]) == 2
+    bad = tmp_path / "tab.yaml"
+    bad.write_text("model:\n\tbase: x\n")
+    assert main(["fit", "--config", str(bad)]) == 2
+    assert "line 2" in capsys.readouterr().err
+
+
+def test_help_names_every_command(capsys):
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(command in out for command in COMMANDS)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_every_shipped_config_parses_and_every_key_has_a_comment(path, capsys):
+    assert main(["fit", "--config", str(path), "--print_config"]) == 0
+    parsed = yaml.safe_load(capsys.readouterr().out)
+    assert [e["name"] for e in parsed["model"]["exits"]] == ["draft", "intermediate"]
+    assert parsed["trainer"]["default_root_dir"] == f"runs/{path.stem}"
+    seen = set()
+    for line in path.read_text().splitlines():
+        key, _, rest = line.strip().lstrip("- ").partition(":")
+        if key.isidentifier() and rest.strip() and "#" not in line:
+            assert key in seen, f"{path.name}: {key} has no comment"
+        seen.add(key)

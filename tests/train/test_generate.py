@@ -1,0 +1,74 @@
+import json
+
+import pytest
+
+from train.data import Encoder
+from train.generate import GenerateOptions, generate, parse_options
+
+
+def options(folder, tmp_path, **changes):
+    base = {"base": str(folder), "output": tmp_path / "out.jsonl", "max_new_tokens": 6, "batch_size": 3}
+    return GenerateOptions(**(base | {"dtype": "float32"} | changes))
+
+
+def rows(options):
+    return [json.loads(line) for line in options.output.read_text().split("\n") if line]
+
+
+def prompts(tmp_path, lines):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_counts_add_up_and_a_second_run_goes_on(base_folder, tmp_path):
+    file = prompts(tmp_path, [json.dumps({"prompt": f"The snow {n}"}) for n in range(7)])
+    first = generate(options(base_folder, tmp_path, prompts=file, num_samples=4))
+    out = tmp_path / "out.jsonl"
+    out.write_bytes(out.read_bytes() + b'{"index": 99, "mess')  # killed while writing
+    made = options(base_folder, tmp_path, prompts=file)
+    second = generate(made)
+    for counts in (first, second):
+        assert counts.written + counts.failed + counts.skipped == counts.asked
+    assert second.asked == 7 and second.before == first.written
+    indices = [row["index"] for row in rows(made)]
+    assert len(indices) == len(set(indices)) == second.written and set(indices) <= set(range(7))
+
+
+def test_rows_stand_for_exactly_what_the_model_wrote(base_folder, tokenizer, tmp_path):
+    made = options(
+        base_folder, tmp_path, prompts=prompts(tmp_path, ['{"turns": ["so", "later"]}'] * 4), temperatures=(0.0,)
+    )
+    generate(made)
+    encoder = Encoder(tokenizer, [2], 320)
+    encoded = [encoder({k: v for k, v in row.items() if k != "index"}) for row in rows(made)]
+    assert len({tuple(e.token_ids) for e in encoded}) == 1  # greedy
+    assert 1 <= encoded[0].num_labels <= 6
+
+
+def test_a_base_without_template_continues_from_bos(plain_folder, tmp_path):
+    made = options(plain_folder, tmp_path, num_samples=3)
+    counts = generate(made)
+    assert counts.written > 0
+    for row in rows(made):
+        assert row["token_ids"][0] == 1 and row["loss_mask"] == [0] + [1] * (len(row["token_ids"]) - 1)
+
+
+def test_too_long_prompts_are_skipped(base_folder, tmp_path):
+    lines = [json.dumps({"prompt": "x" * 200}), json.dumps({"prompt": "so"})]
+    counts = generate(options(base_folder, tmp_path, prompts=prompts(tmp_path, lines), max_prompt_tokens=60))
+    assert counts.skipped >= 1 and counts.written + counts.failed + counts.skipped == 2
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"prompt": ""}', '{"turns": []}', '{"messages": [1]}'])
+def test_a_bad_prompt_is_told_with_its_line_before_any_work(base_folder, tmp_path, line):
+    made = options(base_folder, tmp_path, prompts=prompts(tmp_path, ['{"prompt": "a"}', line]))
+    with pytest.raises(ValueError, match="line 2"):
+        generate(made)
+    assert not made.output.exists()
+
+
+def test_the_config_of_fit_gives_the_base():
+    argv = ["--config", "configs/smollm2-135m.yaml", "--output", "x", "--num_samples", "1"]
+    made = parse_options([*argv, "--temperature", "0.5", "1"])
+    assert made.base == "smollm2-135m" and made.temperatures == (0.5, 1.0)

@@ -1,0 +1,105 @@
+"""The Lightning module on tiny bases: weighting, checkpoints, resume, trimmed vocabularies."""
+
+import json
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader
+
+from train.chat import Encoded
+from train.data import DistillationDataModule, collate
+from train.heads import ExitConfig
+from train.module import EarlyExitModule
+
+EXITS = [
+    ExitConfig(name="draft", layer=2, head="layer", vocab_size=64),
+    ExitConfig(name="intermediate", layer=4, head="linear"),
+]
+
+
+@pytest.fixture
+def data(base_folder, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"The {n}", "response": "snow is so slow " + "now " * (n % 4)} for n in range(12)]
+    file.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return DistillationDataModule(str(file), str(file), base=str(base_folder), batch_size=4)
+
+
+def trainer(root, **options):
+    silent = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
+    return Trainer(default_root_dir=root, **(silent | {"max_epochs": 1} | options))
+
+
+def test_a_token_weighs_the_same_in_one_batch_and_over_accumulated_ones(base_folder, tmp_path):
+    """B01: rows of 1 and 7 labels, accumulate 2 against batch 2."""
+    exits = [ExitConfig(name="draft", layer=2, head="linear"), ExitConfig(name="intermediate", layer=4, head="layer")]
+    torch.manual_seed(0)
+    rows = [Encoded(torch.randint(3, 320, (9,)).tolist(), [False] * (9 - n) + [True] * n) for n in (1, 7)]
+
+    def heads_after_a_step(batches, accumulate):
+        module = EarlyExitModule(str(base_folder), exits, lr=0.1, warmup_steps=0)
+        module.configure_optimizers = lambda: torch.optim.SGD(module.model.trainable_parameters(), lr=0.1)
+        module.on_train_start = lambda: None
+        run = trainer(tmp_path, accumulate_grad_batches=accumulate, enable_checkpointing=False)
+        run.fit(module, DataLoader(batches, batch_size=None))
+        return module.model.heads.state_dict()
+
+    whole = heads_after_a_step([collate(rows)], 1)
+    split = heads_after_a_step([collate([rows[0]]), collate([rows[1]])], 2)
+    before = EarlyExitModule(str(base_folder), exits).model.heads.state_dict()
+    for name in whole:
+        torch.testing.assert_close(whole[name], split[name], atol=1e-6, rtol=1e-6)
+    for exit_ in ("draft.linear.weight", "intermediate.norm.weight"):
+        assert not torch.equal(before[exit_], whole[exit_])
+
+
+def test_fit_lowers_the_loss_and_leaves_heads_that_load(base_folder, data, tmp_path):
+    module = EarlyExitModule(str(base_folder), EXITS, lr=3e-3, warmup_steps=1)
+    run = trainer(tmp_path / "run", max_epochs=8)
+    data.setup("fit")
+    first = EarlyExitModule(str(base_folder), EXITS)
+    first.model.set_draft_vocab("draft", torch.arange(64))
+    before = trainer(tmp_path / "x").validate(first, data, verbose=False)[0]
+    run.fit(module, datamodule=data)
+    after = trainer(tmp_path / "x").validate(module, data, verbose=False)[0]
+    assert after["val/intermediate/loss"] < before["val/intermediate/loss"]
+    assert 1 <= after["val/draft/acceptance_length"] <= 5
+    assert {"val/draft/agreement", "val/draft/agreement_intermediate", "val/intermediate/agreement"} <= set(after)
+
+    warm = EarlyExitModule(str(base_folder), EXITS, warm_start=str(tmp_path / "run" / "heads"))
+    assert warm.model.draft_vocabs["draft"].shape == (64,)
+    assert 2 in warm.model.draft_vocabs["draft"]  # EOS
+
+
+def test_a_checkpoint_holds_heads_only_and_plain_types(base_folder, data, tmp_path):
+    module = EarlyExitModule(str(base_folder), EXITS)
+    trainer(tmp_path).fit(module, datamodule=data)
+    file = tmp_path / "last.ckpt"
+    content = torch.load(file, weights_only=True)
+    assert all(key.startswith("model.heads.") for key in content["state_dict"])
+    heads = sum(p.numel() for p in module.model.heads.parameters()) * 4
+    assert file.stat().st_size < 3 * heads + 100_000  # weights and AdamW's two moments
+
+
+def test_resume_goes_on_and_refuses_other_exits(base_folder, data, tmp_path):
+    trainer(tmp_path).fit(EarlyExitModule(str(base_folder), EXITS), datamodule=data)
+    again = EarlyExitModule(str(base_folder), EXITS, lr=7e-4, warmup_steps=0)
+    run = trainer(tmp_path, max_epochs=2)
+    run.fit(again, datamodule=data, ckpt_path=tmp_path / "last.ckpt")
+    assert run.global_step == 6
+    assert run.optimizers[0].param_groups[0]["initial_lr"] == 7e-4
+    other = EarlyExitModule(str(base_folder), [ExitConfig(name="draft", layer=3, head="linear")])
+    with pytest.raises(ValueError, match=r"holds the exits .*'layer': 2.* asks for .*'layer': 3"):
+        trainer(tmp_path).fit(other, datamodule=data, ckpt_path=tmp_path / "last.ckpt")
+
+
+def test_validation_before_training_names_the_missing_vocabulary(base_folder, data, tmp_path):
+    with pytest.raises(ValueError, match=r"exits\.draft\.vocab_size=64.*--ckpt_path"):
+        trainer(tmp_path).validate(EarlyExitModule(str(base_folder), EXITS), data, verbose=False)
+
+
+def test_a_bfloat16_base_trains_float32_heads(base_folder, data, tmp_path):
+    module = EarlyExitModule(str(base_folder), EXITS, dtype="bfloat16")
+    trainer(tmp_path, limit_train_batches=1).fit(module, datamodule=data)
+    assert {p.dtype for p in module.parameters()} == {torch.float32}

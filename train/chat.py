@@ -1,0 +1,141 @@
+"""Conversations and texts as token ids with a loss mask, through the base's own tokenizer and chat template.
+
+Stock templates mark no assistant spans, so spans are found in the rendered string: render once as it is and once with
+the turn's content replaced by a marker; where the two differ is the answer. The whole is tokenised once, and a token
+that straddles the seam counts as answer. This file knows nothing of files, batches or models.
+"""
+
+# Shape legend: T tokens of one row
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+MARKER = "\N{SYMBOL FOR SUBSTITUTE}hispec\N{SYMBOL FOR SUBSTITUTE}"
+
+Message = Mapping[str, Any]
+
+
+class Encoded(NamedTuple):
+    """One row, ready for training."""
+
+    token_ids: list[int]  # [T]
+    loss_mask: list[bool]  # [T], True where the token was (or is to be) written by the target
+
+    def clipped(self, max_length: int) -> Encoded:
+        return Encoded(self.token_ids[:max_length], self.loss_mask[:max_length])
+
+    @property
+    def num_labels(self) -> int:
+        """Tokens that something before them predicts."""
+        return sum(self.loss_mask[1:])
+
+
+def check_turns(messages: Any) -> None:
+    """Raise ValueError unless `messages` is a non-empty list of {role, content} with text contents."""
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("messages must be a non-empty list of {role, content}")
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise ValueError(f"messages[{number}] is no object with role and content")
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                kind = type(message.get(key)).__name__ if key in message else "nothing"
+                raise ValueError(f"messages[{number}].{key} must be a text, got {kind}")
+
+
+def check_messages(messages: Any) -> None:
+    """As `check_turns`, and some assistant turn must have text."""
+    check_turns(messages)
+    if not any(m["role"] == "assistant" and m["content"].strip() for m in messages):
+        raise ValueError("messages hold no assistant turn with text, so nothing carries loss")
+
+
+def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], open_answer: bool = False) -> str:
+    """The conversation as the template writes it; what the template refuses becomes a ValueError."""
+    if tokenizer.chat_template is None:
+        raise ValueError("the base has no chat template: give rows with `text`, or prompt and response, not messages")
+    try:
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=open_answer)
+    except Exception as error:  # templates raise whatever they like
+        raise ValueError(f"the chat template refuses the messages: {error}") from error
+
+
+def open_user_turn(tokenizer: PreTrainedTokenizerBase) -> str:
+    """What stands before the user's first word."""
+    return render(tokenizer, [{"role": "user", "content": MARKER}]).partition(MARKER)[0]
+
+
+def encode_messages(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], eos_token_ids: Sequence[int], complete: bool = True
+) -> Encoded:
+    """Assistant turns carry loss, the EOS that closes each included.
+
+    Args:
+        complete: False for a last answer that was cut short: the row ends with its last token, without EOS.
+    """
+    check_messages(list(messages))
+    text = render(tokenizer, messages)
+    spans = [_answer_span(tokenizer, messages, n, text) for n, m in enumerate(messages) if m["role"] == "assistant"]
+    if not complete:
+        text = text[: spans[-1][1]]
+    encoded = _encode_spans(tokenizer, text, spans)
+    _close_answers(encoded, eos_token_ids)
+    return encoded
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, prompt: str = "", end: bool = False) -> Encoded:
+    """A plain text: everything after BOS and after `prompt` carries loss; `end` closes it with EOS."""
+    whole = prompt + text
+    encoded = _encode_spans(tokenizer, whole, [(len(prompt), len(whole))])
+    token_ids, mask = encoded
+    bos = tokenizer.bos_token_id
+    # tokenizers that add BOS themselves are known by what they do to nothing
+    if bos is not None and bos in tokenizer("")["input_ids"] and token_ids[:1] != [bos]:
+        token_ids, mask = [bos, *token_ids], [False, *mask]
+    if end and tokenizer.eos_token_id is not None:
+        token_ids, mask = [*token_ids, tokenizer.eos_token_id], [*mask, True]
+    return Encoded(token_ids, mask)
+
+
+def _answer_span(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], number: int, text: str
+) -> tuple[int, int]:
+    """Where in `text` the content of turn `number` stands: [start, end) in characters."""
+    probe = [{**m, "content": MARKER} if n == number else m for n, m in enumerate(messages)]
+    before, found, after = render(tokenizer, probe).partition(MARKER)
+    if not found:
+        raise ValueError(f"the chat template drops messages[{number}], an assistant turn: nothing of it can carry loss")
+    # A template may read the content (Qwen3 splits off its reasoning): then the answer begins where the two part
+    start = _num_shared(text, before)
+    return start, len(text) - _num_shared(text[start:][::-1], after[::-1])
+
+
+def _num_shared(a: str, b: str) -> int:
+    """How many characters two texts share at their beginning."""
+    return next((n for n, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def _encode_spans(tokenizer: PreTrainedTokenizerBase, text: str, spans: Sequence[tuple[int, int]]) -> Encoded:
+    """Tokens of `text` without added specials; a token carries loss if any of its characters lies in a span."""
+    if not tokenizer.is_fast:
+        raise ValueError(f"{type(tokenizer).__name__} gives no character offsets; use a base with a fast tokenizer")
+    batch = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    offsets = batch["offset_mapping"]
+    mask = []
+    for n, (start, stop) in enumerate(offsets):
+        # some tokenizers trim spaces off the offsets: give them back to the token before the gap
+        stop = max(stop, offsets[n + 1][0] if n + 1 < len(offsets) else len(text))
+        mask.append(any(start < end and stop > begin for begin, end in spans))
+    return Encoded(list(batch["input_ids"]), mask)
+
+
+def _close_answers(encoded: Encoded, eos_token_ids: Sequence[int]) -> None:
+    """Let the EOS that follows an answer carry loss (in place): by its place, as pad often has the same id."""
+    token_ids, mask = encoded
+    for n in range(len(token_ids) - 1, 0, -1):
+        if mask[n - 1] and not mask[n] and token_ids[n] in eos_token_ids:
+            mask[n] = True

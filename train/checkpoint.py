@@ -1,0 +1,109 @@
+"""What a training checkpoint holds beside Lightning's own, and when one is written.
+
+A `.ckpt` holds heads, optimizer and plain types only, so it loads with `weights_only=True`; beside it stands the folder
+heads/, which is what `export` reads. This file knows nothing of losses or data.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from train.base_model import base_fingerprint
+from train.model import EarlyExitModel
+
+MONITOR = "val/acceptance_length"
+
+
+class HeadsFolder(Callback):
+    """Writes `<default_root_dir>/heads` whenever validation is the best so far."""
+
+    def __init__(self) -> None:
+        self.best = float("-inf")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        value = trainer.callback_metrics.get(MONITOR)
+        if trainer.sanity_checking or trainer.state.fn != "fit" or value is None or not float(value) > self.best:
+            return
+        self.best = float(value)
+        self._save(trainer, pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.best == float("-inf"):  # never validated
+            self._save(trainer, pl_module)
+
+    def _save(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero:
+            pl_module.model.save_heads(Path(trainer.default_root_dir) / "heads")
+
+    def state_dict(self) -> dict[str, float]:
+        return {"best": self.best}
+
+    def load_state_dict(self, state_dict: dict[str, float]) -> None:
+        self.best = state_dict["best"]
+
+
+def checkpoints_for(trainer: Trainer) -> list[Callback]:
+    """best.ckpt, last.ckpt and heads/ in the run's folder; a ModelCheckpoint of the user's own is left alone."""
+    own = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.dirpath is not None]
+    if not trainer.checkpoint_callbacks or trainer.fast_dev_run:
+        return []
+    if own:
+        return [HeadsFolder()]
+    validates = trainer.limit_val_batches != 0
+    checkpoint = ModelCheckpoint(
+        dirpath=trainer.default_root_dir,
+        filename="best",
+        monitor=MONITOR if validates else None,
+        mode="max",
+        save_last=True,
+        enable_version_counter=False,
+    )
+    return [HeadsFolder(), checkpoint]
+
+
+def check_checkpoint(path: str) -> None:
+    """Raise ValueError unless `path` is a whole checkpoint that holds plain data and nothing that runs on loading."""
+    if not Path(path).is_file():
+        raise ValueError(f"ckpt_path={path}: no such file; `fit` leaves last.ckpt and best.ckpt in the run's folder")
+    try:
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"ckpt_path={path}: cut short, or no checkpoint of `fit`: {reason}") from error
+
+
+def record_of(model: EarlyExitModel) -> dict[str, Any]:
+    """Exits, trimmed vocabularies and the base's identity as plain types."""
+    return {
+        "base": base_fingerprint(model.base),
+        "exits": _plain_exits(model),
+        "draft_vocabs": {name: ids.tolist() for name, ids in model.draft_vocabs.items()},
+    }
+
+
+def check_record(model: EarlyExitModel, record: Any) -> dict[str, Any]:
+    """The record, if it fits `model`; else ValueError that says what differs."""
+    if not isinstance(record, dict):
+        raise ValueError("the checkpoint was not written by `python -m train fit`: it has no record of exits")
+    if record["exits"] != _plain_exits(model):
+        raise ValueError(
+            f"the checkpoint holds the exits {record['exits']}, but the config asks for {_plain_exits(model)}. "
+            "To go on with that run make model.exits equal; to train other exits start anew, without --ckpt_path"
+        )
+    own = base_fingerprint(model.base)
+    if record["base"]["config_sha256"] != own["config_sha256"]:
+        raise ValueError(
+            f"the checkpoint was trained on {record['base']['name']!r}, whose config differs from that of "
+            f"{own['name']!r}; give the same model.base"
+        )
+    return record
+
+
+def _plain_exits(model: EarlyExitModel) -> list[dict[str, Any]]:
+    return [{"name": e.name, "layer": e.layer, "head": e.head, "vocab_size": e.vocab_size} for e in model.exits]

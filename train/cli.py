@@ -1,0 +1,166 @@
+"""The command line: `fit`, `validate` and `test` through LightningCLI, `generate` of our own.
+
+Three traps of LightningCLI are mended: a second run overwrites its config.yaml, what the command line says holds
+against what a checkpoint stores, and mistakes come as one line. Imports are late, so that --help is quick.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import logging
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+HELP = """\
+usage: python -m train COMMAND --config FILE [options]
+
+Train early exits over a frozen base model.
+
+commands:
+  fit        train the exits; leaves checkpoints and the folder heads/ under trainer.default_root_dir
+  validate   loss, agreement and acceptance length of every exit on held-out text
+  test       the same, logged as test/…
+  generate   make training text with the base model itself (resumable)
+
+common options of fit, validate and test (each key of the config is one: --section.key VALUE):
+  --config FILE              e.g. configs/smollm2-135m.yaml
+  --ckpt_path FILE           resume a run: heads, optimizer and progress, e.g. runs/smollm2-135m/last.ckpt
+  --model.warm_start DIR     begin with the weights of a folder heads/, and nothing else
+  --model.lr 1e-3            any key of the section model
+  --data.train_files FILE    any key of the section data
+  --trainer.max_epochs N     any argument of Lightning's Trainer
+  --print_config             show the whole config that results, and stop
+
+`python -m train COMMAND --help` lists every option. Set HISPEC_DEBUG=1 to see tracebacks.
+"""
+
+# Warnings of Lightning that name nothing a user could or should change here
+_NOISE = (
+    ".*does not have many workers.*",
+    ".*LeafSpec.* is deprecated.*",
+    ".*Checkpoint directory .* exists and is not empty.*",
+    ".*LightningCLI's args parameter.*",
+    ".*tensorboardX. has been removed.*",
+    ".*is not supported by the model summary.*",
+    ".*module\\(s\\) in eval mode at the start of training.*",
+)
+
+LIGHTNING_COMMANDS = ("fit", "validate", "test")
+COMMANDS = (*LIGHTNING_COMMANDS, "generate")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; 0 if it went well, 2 for what the user can mend (one line on stderr)."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0] in ("-h", "--help"):
+        print(HELP, end="")
+        return 0 if argv else 2
+    try:
+        return _command(argv[0])(argv[1:])
+    except SystemExit as exit_:  # --help and --print_config
+        return int(exit_.code or 0) if not isinstance(exit_.code, str) else 2
+    except _user_errors() as error:
+        if os.environ.get("HISPEC_DEBUG"):
+            raise
+        print(f"error: {_one_line(str(error))}", file=sys.stderr)
+        return 2
+
+
+def _command(name: str) -> Callable[[Sequence[str]], int]:
+    if name == "generate":
+        from train.generate import main as generate_main
+
+        return generate_main
+    if name in LIGHTNING_COMMANDS:
+        return lambda argv: run_lightning([name, *argv])
+    raise ValueError(f"{name!r} is no command; expected one of {', '.join(COMMANDS)}")
+
+
+def _user_errors() -> tuple[type[BaseException], ...]:
+    errors: list[type[BaseException]] = [ValueError, FileNotFoundError]
+    if "lightning.pytorch" in sys.modules:
+        from jsonargparse import ArgumentError
+        from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+        errors += [ArgumentError, MisconfigurationException]
+    return tuple(errors)
+
+
+def _one_line(message: str) -> str:
+    """jsonargparse tells one mistake once per member of a Union: keep what names the key and the reason."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    noise = ("- Expected a <class 'NoneType'>", "Subtypes with failures", "Does not validate against any of the Union")
+    kept = [line for line in lines if not line.startswith(noise)]
+    return " ".join(kept or lines or ["unknown error"]) + _hint(message)
+
+
+def _hint(message: str) -> str:
+    """For a misspelt key of `model` or `data`: the nearest one there is, and all others."""
+    found = re.search(r"\b(model|data)\.(\w+)", message)
+    if not found or ("not accept option" not in message and "unrecognized arguments" not in message):
+        return ""
+    from train.data import DistillationDataModule
+    from train.module import EarlyExitModule
+
+    section, key = found.groups()
+    keys = list(inspect.signature(EarlyExitModule if section == "model" else DistillationDataModule).parameters)
+    near = difflib.get_close_matches(key, keys, n=1)
+    return f"; {section} has {', '.join(keys)}" + (f". Did you mean {section}.{near[0]}?" if near else "")
+
+
+def run_lightning(argv: Sequence[str]) -> int:
+    """`fit`, `validate` or `test`."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for noise in _NOISE:
+        warnings.filterwarnings("ignore", message=noise)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda record: "💡" not in record.getMessage())
+    make_cli(argv)
+    return 0
+
+
+def make_cli(argv: Sequence[str], run: bool = True) -> Any:
+    """The LightningCLI of this project; `run=False` parses and instantiates without a subcommand."""
+    from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+    from train.checkpoint import check_checkpoint
+    from train.data import DistillationDataModule
+    from train.module import EarlyExitModule
+
+    class HiSpecCLI(LightningCLI):
+        def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+            parser.link_arguments("model.base", "data.base")
+            parser.link_arguments("model.revision", "data.revision")
+
+        def instantiate_trainer(self, **kwargs: Any) -> Any:
+            try:
+                return super().instantiate_trainer(**kwargs)
+            except TypeError as error:  # Lightning's answer to devices: "two"
+                raise ValueError(f"trainer: {error} (devices={self._get(self.config, 'trainer.devices')!r})") from error
+
+        def before_fit(self) -> None:
+            self.datamodule.setup("fit")  # bad rows are told before anything is written
+
+        before_validate = before_test = before_fit
+
+        def _parse_ckpt_path(self) -> None:
+            """Lightning would let a checkpoint's stored hyper-parameters override the command line: only look at it."""
+            command = self.config.get("subcommand")
+            path = self.config[command].get("ckpt_path") if command else None
+            if path not in (None, "best", "last", "hpc", "registry"):
+                check_checkpoint(path)
+
+    return HiSpecCLI(
+        EarlyExitModule,
+        DistillationDataModule,
+        args=list(argv),
+        run=run,
+        seed_everything_default=0,
+        auto_configure_optimizers=False,
+        save_config_kwargs={"overwrite": True},
+        parser_kwargs={"exit_on_error": False, **{c: {"exit_on_error": False} for c in LIGHTNING_COMMANDS}},
+    )

@@ -1,0 +1,250 @@
+"""Training the exits with Lightning: loss, weighting, validation figures; knows nothing of files or command lines."""
+
+# Shape legend: B rows, T tokens, N label positions of a batch, E size of the states that the unembedding reads
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor
+
+from train.acceptance import Acceptance
+from train.base_model import load_base
+from train.checkpoint import check_record, checkpoints_for, record_of
+from train.data import Batch
+from train.heads import ExitConfig, choose_draft_vocab
+from train.losses import kl_sum, top_ids
+from train.model import EarlyExitModel
+
+
+class Labels(NamedTuple):
+    """States at the positions that predict labels."""
+
+    target: Tensor  # [N, E]
+    exits: dict[str, Tensor]  # exit name → [N, E]
+    breaks: Tensor  # [N] bool, True where a new stretch of labels begins
+
+
+class EarlyExitModule(LightningModule):
+    """Exit heads over a frozen base, trained to say what the base would say.
+
+    Args:
+        base: `smollm2-135m` (embedded), a local folder, or a hub id.
+        exits: the exits, ordered by depth.
+        revision: branch, tag or commit of a hub id.
+        dtype: precision of the frozen base: float32, bfloat16 or float16. The heads' weights are float32 always; what
+            they compute in is trainer.precision.
+        lr: highest learning rate.
+        weight_decay: AdamW's, on matrices only.
+        warmup_steps: optimizer steps over which the rate grows; it then falls linearly, to a tenth at the end.
+        betas: AdamW's.
+        exit_weights: exit name → weight of its loss; 1 where not named.
+        warm_start: a folder heads/ whose weights to begin with. Nothing else is taken over; to go on with a run that
+            stopped, give --ckpt_path instead.
+    """
+
+    def __init__(
+        self,
+        base: str,
+        exits: list[ExitConfig],
+        *,
+        revision: str | None = None,
+        dtype: str = "float32",
+        lr: float = 1e-3,
+        weight_decay: float = 0.01,
+        warmup_steps: int = 20,
+        betas: tuple[float, float] = (0.9, 0.95),
+        exit_weights: dict[str, float] | None = None,
+        warm_start: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.lr, self.weight_decay, self.warmup_steps, self.betas = lr, weight_decay, warmup_steps, betas
+        if not lr > 0:
+            raise ValueError(f"model.lr={lr} must be greater than 0")
+        if warmup_steps < 0:
+            raise ValueError(f"model.warmup_steps={warmup_steps} must be at least 0")
+        self.exit_weights = dict(exit_weights or {})
+        unknown = set(self.exit_weights) - {e.name for e in exits}
+        if unknown:
+            raise ValueError(f"model.exit_weights: {sorted(unknown)[0]!r} is none of the exits")
+        self.model = EarlyExitModel(load_base(base, revision, dtype), exits)
+        self.model.heads.float().train()
+        if warm_start is not None:
+            self.model.load_heads(warm_start)
+        self._step_tokens = 0  # labels seen since the last optimizer step, on this rank
+        self._losses: dict[str, float] = {}
+        self._acceptance: dict[tuple[str, str], Acceptance] = {}
+
+    # ---- set-up ----
+
+    def setup(self, stage: str) -> None:
+        """Choose the trimmed vocabularies by counting the labels, which the target itself has written."""
+        missing = self.model.missing_draft_vocabs()
+        if stage == "fit" and missing:
+            data = getattr(self.trainer, "datamodule", None)
+            if data is None:
+                raise ValueError(
+                    f"exits.{missing[0].name}.vocab_size: give a DistillationDataModule, to count tokens in"
+                )
+            counts = data.label_counts(self.model.family.vocab_size)
+            for exit_ in missing:
+                ids = choose_draft_vocab(counts, exit_.vocab_size or 0, self.model.eos_token_ids)
+                self.model.set_draft_vocab(exit_.name, ids)
+
+    def configure_callbacks(self) -> list[Callback]:
+        return checkpoints_for(self.trainer)
+
+    def configure_optimizers(self) -> Any:
+        parameters = self.model.trainable_parameters()
+        if not parameters:
+            raise ValueError("all exits are native: nothing to train. Use `validate`, and `export --config`")
+        groups = [
+            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": self.weight_decay},
+            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=self.lr, betas=self.betas)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._lr_scale)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def _lr_scale(self, step: int) -> float:
+        if step < self.warmup_steps:
+            return (step + 1) / (self.warmup_steps + 1)
+        total = self.trainer.estimated_stepping_batches
+        left = 1 - (step - self.warmup_steps) / max(1, total - self.warmup_steps)
+        return 0.1 + 0.9 * max(0.0, left)
+
+    def on_fit_start(self) -> None:
+        self._place_base()
+
+    def on_validation_start(self) -> None:
+        self._place_base()
+        missing = self.model.missing_draft_vocabs()
+        if missing:
+            raise ValueError(
+                f"exits.{missing[0].name}.vocab_size={missing[0].vocab_size}: which ids is known only after training; "
+                "give --ckpt_path or --model.warm_start"
+            )
+
+    def on_test_start(self) -> None:
+        self.on_validation_start()
+
+    def _place_base(self) -> None:
+        """The base is no child of this module, so Lightning doesn't move it."""
+        self.model.base.to(self.device)
+        for name, ids in self.model.draft_vocabs.items():
+            self.model.set_draft_vocab(name, ids)
+
+    def on_train_start(self) -> None:
+        """After a resume the config's numbers hold, not those that the checkpoint stored."""
+        self._step_tokens = 0
+        for scheduler in [self.lr_schedulers()]:
+            scheduler.base_lrs = [self.lr] * len(scheduler.base_lrs)
+            for group in scheduler.optimizer.param_groups:
+                group["initial_lr"], group["betas"] = self.lr, self.betas
+                group["lr"] = self.lr * self._lr_scale(scheduler.last_epoch)
+                group["weight_decay"] = self.weight_decay if group["params"][0].ndim > 1 else 0.0
+
+    # ---- training ----
+
+    def training_step(self, batch: Batch, _: int) -> Tensor:
+        """The loss summed over this batch's labels; `on_before_optimizer_step` divides by the step's labels."""
+        labels = self.labels(batch)
+        num_labels = len(labels.breaks)
+        self._step_tokens += num_labels
+        total = torch.zeros((), device=self.device)
+        for name, loss in self._loss_sums(labels).items():
+            total = total + self.exit_weights.get(name, 1.0) * loss
+            self.log(f"train/{name}/loss", loss.detach() / num_labels, batch_size=num_labels)
+        self.log("train/loss", total.detach() / num_labels, prog_bar=True, batch_size=num_labels)
+        return total
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        # A token must weigh the same wherever it stands: the mean of micro-batch means would favour short rows. So the
+        # batches' losses are sums, and here, once per step, the gradient is divided by the labels of all micro-batches
+        # on all ranks. Lightning has divided by accumulate_grad_batches and DDP by the number of ranks: undone here.
+        tokens = torch.tensor(float(self._step_tokens), device=self.device)
+        tokens = self.trainer.strategy.reduce(tokens, reduce_op="sum")
+        scale = self.trainer.accumulate_grad_batches * self.trainer.world_size / float(tokens)
+        for parameter in self.model.trainable_parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
+        self._step_tokens = 0
+
+    def labels(self, batch: Batch) -> Labels:
+        """The states that predict the batch's labels; the label at t is predicted at t − 1."""
+        outputs = self.model(batch.token_ids)
+        mask = batch.loss_mask[:, 1:]
+        begins = mask & ~batch.loss_mask[:, :-1]
+        pick = {name: states[:, :-1][mask] for name, states in outputs.exits.items()}
+        return Labels(outputs.target[:, :-1][mask], pick, begins[mask])
+
+    def _loss_sums(self, labels: Labels) -> dict[str, Tensor]:
+        """Exit name → KL summed over the labels."""
+        return {
+            name: kl_sum(labels.target, states, self.model.exit_unembedding(name))
+            for name, states in labels.exits.items()
+        }
+
+    # ---- validation ----
+
+    def on_validation_epoch_start(self) -> None:
+        names = [e.name for e in self.model.exits]
+        self._losses = dict.fromkeys(names, 0.0)
+        pairs = [(name, "target") for name in names] + list(pairwise(names))
+        self._acceptance = {pair: Acceptance() for pair in pairs}
+
+    def validation_step(self, batch: Batch, _: int) -> None:
+        labels = self.labels(batch)
+        for name, loss in self._loss_sums(labels).items():
+            self._losses[name] += float(loss)
+        picks = {"target": top_ids(labels.target, self.model.unembed)}
+        for name, states in labels.exits.items():
+            ids = self.model.draft_vocabs.get(name)
+            picks[name] = top_ids(states, self.model.exit_unembedding(name), ids)
+        for (drafter, judge), acceptance in self._acceptance.items():
+            acceptance.update(picks[drafter], picks[judge], labels.breaks)
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_figures("val")
+
+    def on_test_epoch_start(self) -> None:
+        self.on_validation_epoch_start()
+
+    def test_step(self, batch: Batch, index: int) -> None:
+        self.validation_step(batch, index)
+
+    def on_test_epoch_end(self) -> None:
+        self._log_figures("test")
+
+    def _log_figures(self, stage: str) -> None:
+        """Figures of all ranks together, as sums over tokens and rounds."""
+        counts = [n for acceptance in self._acceptance.values() for n in acceptance.counts()]
+        sums = torch.tensor([*self._losses.values(), *counts], dtype=torch.float32, device=self.device)
+        sums = self.trainer.strategy.reduce(sums, reduce_op="sum")
+        totals = sums[len(self._losses) :].round().long().view(-1, 4).tolist()
+        acceptance = {pair: Acceptance(*total) for pair, total in zip(self._acceptance, totals)}
+        figures: dict[str, float] = {}
+        for name, loss in zip(self._losses, sums.tolist()):
+            figures[f"{name}/loss"] = loss / max(1, acceptance[name, "target"].num_tokens)
+        for (drafter, judge), counted in acceptance.items():
+            suffix = "" if judge == "target" else f"_{judge}"
+            figures[f"{drafter}/agreement{suffix}"] = counted.agreement
+            figures[f"{drafter}/acceptance_length{suffix}"] = counted.length
+        lengths = [counted.length for (_, judge), counted in acceptance.items() if judge == "target"]
+        self.log(f"{stage}/acceptance_length", sum(lengths) / len(lengths), prog_bar=True)
+        self.log_dict({f"{stage}/{key}": value for key, value in figures.items()})
+
+    # ---- checkpoints ----
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["early_exit"] = record_of(self.model)
+
+    def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
+        """Refuse a checkpoint of other exits or another base before any weight is touched."""
+        record = check_record(self.model, checkpoint.get("early_exit"))
+        for name, ids in record["draft_vocabs"].items():
+            self.model.set_draft_vocab(name, torch.tensor(ids, dtype=torch.int64))
