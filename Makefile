@@ -34,8 +34,8 @@ ARTIFACT := artifacts/$(NAME)
 
 FIT_ARGS      := --config $(CONFIG)
 EXPORT_ARGS   := --checkpoint $(HEADS) --output $(ARTIFACT) --backend inductor,eager --dtype float32 --overwrite
-GENERATE_ARGS := $(ARTIFACT) --strategy hispec --max-tokens 64 --prompt 'What is the capital of France?'
-BENCH_ARGS    := $(ARTIFACT) --prompts data/prompts.jsonl --strategies autoregressive,layerskip,hispec
+GENERATE_ARGS := $(ARTIFACT) --strategy hispec --max-tokens 64 --check --prompt 'Explain to a child why the sky is blue.'
+BENCH_ARGS    := $(ARTIFACT) --prompts configs/data/prompts.jsonl --num-prompts 6 --max-tokens 64 --strategies autoregressive,layerskip,hispec
 
 demo: $(ARTIFACT)/hispec.json | venv
 	$(PASSIVE) $(PY) -m infer generate $(GENERATE_ARGS)

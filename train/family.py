@@ -127,7 +127,7 @@ class Family:
 
     def new_layer(self, like: int) -> nn.Module:
         """A trainable copy of decoder layer `like`, which must attend without a sliding window."""
-        layer = copy.deepcopy(self.decoder.layers[like])
+        layer = copy.deepcopy(self.decoder.layers[like], {id(self.config): self.config})  # one choice of attention
         layer.requires_grad_(True)
         return layer
 

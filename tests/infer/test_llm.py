@@ -1,5 +1,6 @@
 """`LLM` and the command line over a tiny artifact: what users touch, good and bad input."""
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -48,7 +49,7 @@ def test_stream_grows_to_what_generate_gives(llm: LLM) -> None:
     final = llm.generate("Hello, world!", GREEDY)[0]
     assert [p.finished for p in pieces] == [False] * (len(pieces) - 1) + [True]
     assert pieces[-1].outputs == final.outputs
-    for before, after in zip(pieces, pieces[1:], strict=False):
+    for before, after in itertools.pairwise(pieces):
         assert after.outputs[0].text.startswith(before.outputs[0].text)
 
 
