@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental import _config
-from transformers import PreTrainedConfig
 
 from export.attention import PAGED_ATTENTION
 from export.tier import FlatExit, LayerExit, Trunk, Unembed
@@ -61,8 +60,6 @@ def make_programs(model: EarlyExitModel, block_size: int) -> list[Program]:
     """
     family = model.family
     family.use_attention(PAGED_ATTENTION)
-    for head in model.heads.values():
-        _share_config(head, family.config)
     return list(_programs(model, block_size))
 
 
@@ -152,10 +149,3 @@ def _paged(
 def _flat(name: str, module: nn.Module, width: int, model: EarlyExitModel) -> Program:
     example = torch.zeros(EXAMPLE_TOKENS, width, dtype=model.family.unembedding.dtype)
     return Program(name=name, module=module, kind="flat", inputs=(example,), dynamic_shapes=({0: Dim("N")},))
-
-
-def _share_config(head: nn.Module, config: PreTrainedConfig) -> None:
-    """A head's decoder layer came by deepcopy with a config of its own, which would keep its own attention's name."""
-    for module in head.modules():
-        if isinstance(getattr(module, "config", None), PreTrainedConfig):
-            module.config = config

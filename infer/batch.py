@@ -51,7 +51,9 @@ def make_query(
         table, padding = row.block_table, width - len(span)
         positions.append([*span, *[-1] * padding])
         slots.append([table[p // block_size] * block_size + p % block_size for p in span] + [0] * padding)
-        tables.append((table + [0] * num_blocks)[:num_blocks])
+        # Filled up with a block of the row's own, which positions mask: nobody reads the null block, where the padding
+        # of a row whose states are NaN leaves NaN, and 0 × NaN would reach its neighbours.
+        tables.append((table + [table[0]] * num_blocks)[:num_blocks])
         ring += [row.ring * RING_SIZE + p % RING_SIZE for p in span] + [0] * padding
     return Query(
         positions=torch.tensor(positions, device=device),

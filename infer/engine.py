@@ -104,6 +104,8 @@ class Engine:
         if request in self.running:
             self.running.remove(request)
             assert request.row is not None
+            if request.row.has_nan:
+                self.runner.clear(request.row.block_table)
             self.pool.free(request.row.block_table)
             self._free_rings.append(request.row.ring)
 

@@ -88,8 +88,9 @@ class Round:
         is_target = level == len(self.stages) - 1
         for row, start, proposed, accepted, own in zip(rows, starts, drafted, num_accepted, own_tokens, strict=True):
             row.truncate(start + 1 + accepted)
-            if own < 0 and is_target:
-                row.is_broken = True
+            if own < 0:
+                row.has_nan = True
+                row.is_broken = row.is_broken or is_target
             row.append(max(own, 0))  # a lower exit's broken pick is just a bad guess
             if proposed:
                 self.stats[level].add(len(proposed), accepted)

@@ -55,6 +55,7 @@ class Row:
         self.exit_cursors = [0] * num_tiers
         self.stats = [TierStats() for _ in range(num_stages)]
         self.is_broken = False  # the target's logits held NaN: this row alone fails
+        self.has_nan = False  # some judge's logits did, so its pages may
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -69,6 +69,8 @@ class Runner:
 
         def bound(name: str) -> tuple[Program, int | None, list[Tensor]]:
             info = infos[name]
+            # Where export found no range, calls are not cut: equality then rests on the margins of the logits, as
+            # `inspect` shows, and not on their bits.
             limit = info.bitwise_range[1] if info.bitwise_range else None
             return programs[name], limit, [t for layer in info.kv_layers for t in pages[layer]]
 

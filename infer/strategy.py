@@ -52,8 +52,9 @@ def stages_of(strategy: str, policy: Policy, manifest: Manifest) -> list[Stage]:
     if target + 1 < needed:
         raise ValueError(f"strategy={strategy!r} needs {needed} tiers, the artifact has {target + 1}: train more exits")
     gamma = policy.num_draft_tokens
-    # A judgement comes at the latest when N_i − 1 + γ + 1 tokens wait; the query adds the last committed one.
-    longest = gamma + 1 if strategy == "layerskip" else policy.window + gamma + 1
+    # The lowest judgement leaves at most N_i − 1 + γ + 1 tokens waiting, each higher one adds its own; the query adds
+    # the last committed one.
+    longest = gamma + 1 if strategy == "layerskip" else policy.window + gamma + target - 1
     if longest > manifest.limits.max_query_len:
         raise ValueError(
             f"num_draft_tokens={gamma}, window={policy.window} make a query of {longest} tokens, the artifact was "

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import random
 from collections.abc import Callable, Sequence
 
 import torch
@@ -19,6 +21,7 @@ from infer.engine import Engine
 from infer.hispec import Round
 from infer.params import SamplingParams
 from infer.request import Request
+from infer.row import Row
 from infer.runner import Runner
 from infer.strategy import Policy, stages_of
 from tests.tiny_models import make_tiny_model
@@ -26,6 +29,21 @@ from train.heads import ExitConfig
 from train.model import EarlyExitModel
 
 BLOCK_SIZE = 4
+STRATEGIES = ("autoregressive", "layerskip", "hispec")
+# Lengths on, before and behind the edges of blocks of 4 and chunks of 8; the last ids repeat, as prompts do.
+PROMPTS = (
+    (5, 9, 3),
+    (7, 8, 9, 10, 11, 12, 13, 14, 15),
+    (3,) * 17,
+    (1,),
+    (20, 21, 22, 23),
+    (5, 9) * 4,
+    (2, 90, 31, 64, 8),
+    tuple(range(40, 56)),
+)
+
+# (row, tier, position of the token to be picked, logits [V']) → logits [V']
+Rig = Callable[[Row, int, int, Tensor], Tensor]
 
 
 class IdText:
@@ -78,9 +96,10 @@ class Tiny:
         num_blocks: int = 256,
         max_num_seqs: int = 8,
         bitwise_limit: int | None = None,
-        rig: Callable[[int, Tensor, list, int], Tensor] | None = None,
+        rig: Rig | None = None,
+        max_model_len: int = 128,
     ) -> None:
-        self.manifest = make_manifest(model)
+        self.manifest = make_manifest(model, max_model_len=max_model_len)
         programs = make_programs(model, BLOCK_SIZE)
         limit = None if bitwise_limit is None else (1, bitwise_limit)
         infos = {
@@ -97,16 +116,27 @@ class Tiny:
         self.engine = Engine(self.runner, self.round, BlockPool(num_blocks, BLOCK_SIZE), max_num_seqs)
         self._names = tuple(self.manifest.tiers[s.tier].name for s in stages)
         self._numbers = itertools.count()
+        self._seeds = random.Random(0)
 
     def request(self, prompt: Sequence[int], params: SamplingParams, eos: Sequence[int] = ()) -> Request:
         longest = self.manifest.limits.max_model_len
         limit = longest if params.max_tokens is None else min(longest, len(prompt) + params.max_tokens)
         eos_ids = frozenset(() if params.ignore_eos else eos)
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         return Request(
             request_id=str(next(self._numbers)), prompt=None, prompt_token_ids=tuple(prompt), params=params,
-            seed=params.seed or 0, max_len=limit, stop_token_ids=eos_ids | frozenset(params.stop_token_ids or ()),
+            seed=seed, max_len=limit, stop_token_ids=eos_ids | frozenset(params.stop_token_ids or ()),
             eos_token_ids=eos_ids, detokenizer=Detokenizer(IdText(), params), judge_names=self._names,
         )  # fmt: skip
+
+    def drain(self) -> None:
+        """Step until all is done; a request that is never admitted fails the test instead of hanging it."""
+        for _ in range(1000):
+            if not self.engine.has_unfinished:
+                return
+            self.engine.step()
+            self.engine.check_integrity()
+        raise AssertionError(f"still unfinished: {[*self.engine.waiting, *self.engine.running]}")
 
     def generate(
         self,
@@ -118,9 +148,7 @@ class Tiny:
         requests = [self.request(p, q, eos) for p, q in zip(prompts, each, strict=True)]
         for request in requests:
             self.engine.add(request)
-        while self.engine.has_unfinished:
-            self.engine.step()
-            self.engine.check_integrity()
+        self.drain()
         assert self.engine.pool.num_free == self.engine.pool.num_blocks - 1
         return requests
 
@@ -138,18 +166,59 @@ def hf_greedy(model: EarlyExitModel, prompt: Sequence[int], num_tokens: int) -> 
     return ids[len(prompt) :]
 
 
-def _rigged(rig: Callable[[int, Tensor, list, int], Tensor]) -> type[Runner]:
+@functools.cache
+def model_of(family: str = "llama") -> EarlyExitModel:
+    """The family's two-exit model, made once; nobody changes it."""
+    return make_model(family)
+
+
+@functools.cache
+def oracle(family: str, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
+    return hf_greedy(model_of(family), prompt, num_tokens)
+
+
+class Script:
+    """A rig that knows the right tokens and gives them where `is_right` says so.
+
+    Args:
+        texts: prompt → prompt and all tokens after it that the target would give.
+        is_right: (number of the prompt, tier, tokens since the last committed one, number of the round) → whether the
+            exit picks the target's token. Otherwise it picks another one: `wrong[tier]` ids further.
+    """
+
+    def __init__(
+        self,
+        texts: dict[tuple[int, ...], list[int]],
+        is_right: Callable[[int, int, int, int], bool],
+        wrong: Sequence[int] = (1, 2, 3),
+    ) -> None:
+        self._texts, self._is_right, self._wrong = texts, is_right, wrong
+        self._rounds: dict[int, list[int]] = {}  # id of a row → where its rounds began
+
+    def __call__(self, row: Row, tier: int, position: int, logits: Tensor) -> Tensor:
+        prompt = tuple(row.token_ids[: row.num_prompt_tokens])
+        text, rounds = self._texts[prompt], self._rounds.setdefault(id(row), [])
+        if row.num_committed not in rounds:
+            rounds.append(row.num_committed)
+        offset, number = position - row.num_committed, rounds.index(row.num_committed)
+        token = text[position] if position < len(text) else 0
+        if not self._is_right(list(self._texts).index(prompt), tier, offset, number):
+            token = (token + self._wrong[tier]) % len(logits)
+        return torch.zeros_like(logits).index_fill_(0, torch.tensor([token]), 10.0)
+
+
+def texts_of(family: str, prompts: Sequence[tuple[int, ...]], num_tokens: int) -> dict[tuple[int, ...], list[int]]:
+    return {p: [*p, *oracle(family, p, num_tokens)] for p in prompts}
+
+
+def _rigged(rig: Rig) -> type[Runner]:
     class RiggedRunner(Runner):
         def score(self, rows, tier):  # type: ignore[no-untyped-def]
             starts = [row.cursors[tier] for row in rows]
             logits = super().score(rows, tier)
-            if tier == self.num_tiers - 1:
+            cells = [(row, p) for row, start in zip(rows, starts, strict=True) for p in range(start + 1, len(row) + 1)]
+            if tier == self.num_tiers - 1 and not getattr(rig, "rigs_target", False):
                 return logits
-            picks, at = logits.clone(), 0
-            for row, start in zip(rows, starts, strict=True):
-                for position in range(start + 1, len(row) + 1):
-                    picks[at] = rig(tier, logits[at], row.token_ids[:position], position)
-                    at += 1
-            return picks
+            return torch.stack([rig(row, tier, p, line) for (row, p), line in zip(cells, logits, strict=True)])
 
     return RiggedRunner

@@ -14,7 +14,7 @@ from export.writer import ExportOptions, write_artifact
 from tests.export.tiny_exits import ALL_HEADS, make_early_exit
 from tests.tiny_models import FAMILIES
 
-QUICK = ("llama", "opt")
+QUICK = ("llama",)  # a family costs about 40 s of compilation
 INDUCTOR = [pytest.param(f, marks=[] if f in QUICK else [pytest.mark.slow]) for f in FAMILIES]
 
 

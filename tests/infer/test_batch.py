@@ -1,0 +1,93 @@
+from itertools import pairwise
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infer.batch import RING_SIZE, make_query, split_by_size, token_rectangle
+from infer.params import SamplingParams
+from infer.row import Row
+
+CPU = torch.device("cpu")
+SIZE = 4
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> tuple[list[Row], list[range]]:
+    rows, spans, next_block = [], [], 1
+    for number in range(draw(st.integers(1, 5))):
+        start, length = draw(st.integers(0, 70)), draw(st.integers(1, 9))
+        num_blocks = -(-(start + length + draw(st.integers(0, 20))) // SIZE)
+        blocks = list(range(next_block, next_block + num_blocks))[::-1]
+        next_block += num_blocks
+        row = Row(range(start + length), SamplingParams(), seed=0, max_len=200, num_tiers=1, num_stages=1,
+                  blocks=blocks, ring=number + 1)  # fmt: skip
+        rows.append(row)
+        spans.append(range(start, start + length))
+    return rows, spans
+
+
+@given(call=calls(), min_width=st.integers(1, 12))
+def test_padding_stands_right_with_position_minus_one_in_the_null_block_and_ring_0(call, min_width):
+    rows, spans = call
+    query = make_query(rows, spans, SIZE, CPU, min_width)
+    assert query.width == max(min_width, *(len(s) for s in spans))
+    assert query.positions.shape == query.slots.shape == (len(rows), query.width)
+    ring = query.ring.view(len(rows), -1)
+    for b, span in enumerate(spans):
+        n = len(span)
+        assert query.positions[b].tolist() == [*span] + [-1] * (query.width - n)
+        assert query.slots[b, n:].eq(0).all()
+        assert ring[b, n:].eq(0).all()
+
+
+@given(call=calls())
+def test_a_query_writes_where_the_block_table_says_and_nowhere_twice(call):
+    rows, spans = call
+    query = make_query(rows, spans, SIZE, CPU)
+    used = [s for line, span in zip(query.slots.tolist(), spans) for s in line[: len(span)]]
+    assert len(set(used)) == len(used)
+    assert min(used) >= SIZE  # the null block is for padding
+    for b, span in enumerate(spans):
+        for t, position in enumerate(span):
+            block = query.block_table[b, position // SIZE]
+            assert query.slots[b, t] == block * SIZE + position % SIZE
+            assert query.ring[b * query.width + t] == rows[b].ring * RING_SIZE + position % RING_SIZE
+
+
+@given(call=calls())
+def test_a_row_reads_only_its_own_blocks(call):
+    rows, spans = call
+    query = make_query(rows, spans, SIZE, CPU)
+    assert query.block_table.shape[1] == max(-(-s.stop // SIZE) for s in spans)
+    for row, table in zip(rows, query.block_table.tolist()):
+        assert set(table) <= set(row.block_table)  # not even masked: 0 × NaN is NaN
+
+
+@given(call=calls())
+def test_flat_index_picks_the_cells_that_are_no_padding(call):
+    rows, spans = call
+    query = make_query(rows, spans, SIZE, CPU)
+    tokens = token_rectangle(rows, spans, query.width, CPU)
+    assert tokens.flatten()[query.flat_index(CPU)].tolist() == [p for span in spans for p in span]
+    assert query.is_full == (query.positions >= 0).all()
+
+
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12), limit=st.one_of(st.none(), st.integers(1, 30)))
+def test_split_by_size_keeps_order_and_limit(lengths, limit):
+    spans = [range(n) for n in lengths]
+    runs = split_by_size(spans, limit)
+    assert [i for run in runs for i in run] == list(range(len(spans)))
+    for run in runs:
+        cells = len(run) * max(lengths[i] for i in run)
+        assert limit is None or cells <= limit or len(run) == 1
+    if limit is None:
+        assert len(runs) == 1
+
+
+@given(lengths=st.lists(st.integers(1, 9), min_size=2, max_size=12), limit=st.integers(1, 30))
+def test_split_by_size_cuts_only_where_it_must(lengths, limit):
+    runs = split_by_size([range(n) for n in lengths], limit)
+    for run, after in pairwise(runs):
+        together = lengths[run.start : after.start + 1]
+        assert len(together) * max(together) > limit
