@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -55,6 +56,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--dtype", required=True)
     args = parser.parse_args()
+    os.environ.pop("MKL_CBWR", None)  # ours, for bitwise identity; a user of the peer would not have it
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
