@@ -35,7 +35,7 @@ def read_prompts(path: Path) -> list[PromptRow]:
     if not path.is_file():
         raise ValueError(f"{path}: no such file; give a .jsonl file with a 'prompt' in each line, or a .txt file")
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
         if line.strip():
             where = f"{path}:{number}"
             record = {"prompt": line} if path.suffix == ".txt" else _parse(line, where)

@@ -9,6 +9,7 @@ import pytest
 
 from infer import LLM, SamplingParams
 from infer.cli import main
+from infer.prompts import read_prompts
 from tests.tiny_artifact import MAX_MODEL_LEN, VOCAB_SIZE, make_artifact
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -208,6 +209,13 @@ def test_a_malformed_prompt_row_is_named_with_its_number(artifact: Path, tmp_pat
         message = capsys.readouterr().err
         assert f"{path}:2" in message
         assert reason in message
+
+
+def test_a_line_separator_inside_a_prompt_does_not_end_its_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    text = "one\u2028two\x85three"
+    path.write_text(json.dumps({"prompt": text}, ensure_ascii=False) + "\r\n", encoding="utf-8", newline="")
+    assert [row.text for row in read_prompts(path)] == [text]
 
 
 def test_a_damaged_artifact_is_refused_with_code_2(artifact: Path, tmp_path: Path, capsys) -> None:
