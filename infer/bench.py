@@ -10,7 +10,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -153,10 +153,6 @@ def describe_machine() -> Machine:
         capability=torch.backends.cpu.get_cpu_capability(),
         torch_version=torch.__version__,
     )
-
-
-def machine_record(machine: Machine) -> dict[str, Any]:
-    return asdict(machine)
 
 
 def share_of_roof(llm: LLM, tokens_per_second: float, machine: Machine) -> float:

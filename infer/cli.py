@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -250,7 +251,7 @@ def _bench(args: argparse.Namespace) -> int:
     }
     print_bench(table, llm, machine, roofs)
     if args.output:
-        record = {"machine": bench.machine_record(machine), "backend": llm.backend, "dtype": llm.dtype, "rows": table}
+        record = {"machine": asdict(machine), "backend": llm.backend, "dtype": llm.dtype, "rows": table}
         args.output.write_text(json.dumps(record | {"share_of_roof": roofs}, indent=2) + "\n")
     return 0
 

@@ -9,7 +9,6 @@ range in which its program's results are bitwise those of a single token. Decide
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -201,8 +200,3 @@ def _in_chunks(program: Program, states: Tensor, limit: int | None) -> Tensor:
     if limit is None or len(states) <= limit:
         return program(states)
     return torch.cat([program(chunk) for chunk in states.split(limit)])
-
-
-def load_vocabs(tensors: Mapping[str, Any], device: torch.device) -> dict[str, Tensor]:
-    """Trimmed vocabularies onto the device."""
-    return {name: ids.to(device) for name, ids in tensors.items()}
