@@ -1,6 +1,8 @@
-"""Within which sizes of call a program gives the bits of one token alone: what makes lossless verification exact.
+"""Within which sizes of call a token's results have the same bits: what makes lossless verification exact.
 
-Export measures it for every program and the runtime keeps its calls inside. Knows programs as callables.
+Export measures it for every program and the runtime keeps its calls inside. A range may begin at two: libraries have a
+kernel of its own for a single token, whose sums come in another order, and a token of padding avoids it. Knows programs
+as callables.
 """
 
 # Shape legend: B rows, T query positions, M blocks per row, S block size, N tokens
@@ -22,6 +24,7 @@ SHAPES = sorted(
     key=lambda shape: (shape[0] * shape[1], shape),
 )
 EXTRA_BLOCKS = (1, 4, 13)
+LOWS = (1, 2)  # least numbers of tokens in a call that are tried
 
 Results = Iterator[tuple[int, bool]]  # number of tokens in a call, whether every one had its own bits
 
@@ -30,9 +33,13 @@ Results = Iterator[tuple[int, bool]]  # number of tokens in a call, whether ever
 def flat_range(program: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype) -> tuple[int, int] | None:
     """The range of N for a program [N, width] → [N, ..]."""
     tokens = torch.randn(MAX_TOKENS, width, generator=torch.Generator().manual_seed(0)).to(dtype)
-    single = torch.cat([program(tokens[i : i + 1].clone()) for i in range(MAX_TOKENS)])
     sizes = sorted({batch * length for batch, length in SHAPES})
-    return _largest((n, torch.equal(program(tokens[:n].clone()), single[:n])) for n in sizes)
+
+    def results(low: int) -> Results:
+        alone = torch.cat([program(tokens[i : i + 1].repeat(low, 1))[:1] for i in range(MAX_TOKENS)])
+        return ((n, torch.equal(program(tokens[:n].clone()), alone[:n])) for n in sizes if n >= low)
+
+    return _first_range(results)
 
 
 @torch.no_grad()
@@ -56,36 +63,48 @@ def paged_range(
     own = torch.arange(1 + num_shared, shape[0]).view(MAX_TOKENS, num_own)
     tables = torch.cat([shared, own], 1)
 
-    def call(rows: slice, span: slice, extra_blocks: int = 0) -> Tensor:
+    def call(rows: slice, span: slice, *, pad: int = 0, extra_blocks: int = 0) -> Tensor:
         x = tokens[rows, span].clone()
         positions = torch.arange(CONTEXT + span.start, CONTEXT + span.stop).repeat(x.shape[0], 1)
         num_blocks = (CONTEXT + span.stop - 1) // size + 1
         table = tables[rows, :num_blocks]
         slots = table.gather(1, positions // size) * size + positions % size
-        padding = torch.zeros(x.shape[0], extra_blocks, dtype=torch.long)
-        return program(x, positions, slots, torch.cat([table, padding], 1), kv)
+        x = torch.cat([x, x.new_zeros(x.shape[0], pad, *x.shape[2:])], 1)
+        positions = torch.cat([positions, positions.new_full((len(positions), pad), -1)], 1)
+        slots = torch.cat([slots, slots.new_zeros(len(slots), pad)], 1)
+        unused = torch.zeros(x.shape[0], extra_blocks, dtype=torch.long)
+        return program(x, positions, slots, torch.cat([table, unused], 1), kv)
 
-    single: dict[tuple[int, int], Tensor] = {}
+    def results(low: int) -> Results:
+        pad = low - 1
+        alone: dict[tuple[int, int], Tensor] = {}
 
-    def matches(batch: int, length: int) -> bool:
-        for t in range(length):  # position after position: each reads the keys of those before it
-            for b in range(batch):
-                if (b, t) not in single:
-                    single[b, t] = call(slice(b, b + 1), slice(t, t + 1))[0, 0]
-        got = call(slice(0, batch), slice(0, length))
-        return all(torch.equal(got[b, t], single[b, t]) for b in range(batch) for t in range(length))
+        def matches(batch: int, length: int) -> bool:
+            for t in range(length):  # position after position: each reads the keys of those before it
+                for b in range(batch):
+                    if (b, t) not in alone:
+                        alone[b, t] = call(slice(b, b + 1), slice(t, t + 1), pad=pad)[0, 0]
+            got = call(slice(0, batch), slice(0, length))
+            return all(torch.equal(got[b, t], alone[b, t]) for b in range(batch) for t in range(length))
 
-    found = _largest((batch * length, matches(batch, length)) for batch, length in SHAPES)
-    first = call(slice(0, 1), slice(0, 1))
-    wide = [torch.equal(call(slice(0, 1), slice(0, 1), extra), first) for extra in EXTRA_BLOCKS]
-    return found if all(wide) else None
+        one = slice(0, 1)
+        first = call(one, one, pad=pad)[0, 0]
+        wide = [torch.equal(call(one, one, pad=pad, extra_blocks=extra)[0, 0], first) for extra in EXTRA_BLOCKS]
+        yield low, all(wide)
+        yield from ((b * t, matches(b, t)) for b, t in SHAPES if b * t >= low)
+
+    return _first_range(results)
 
 
-def _largest(results: Results) -> tuple[int, int] | None:
-    """[1, n] for the largest n up to which every call matched; None when not even two tokens do."""
-    limit = 1
-    for n, group in groupby(results, key=lambda result: result[0]):
-        if not all(matched for _, matched in group):
-            break
-        limit = n
-    return (1, limit) if limit > 1 else None
+def _first_range(results: Callable[[int], Results]) -> tuple[int, int] | None:
+    """[low, n]: the least `low` with which any larger call matches, and the largest n up to which every call does;
+    None when there is none."""
+    for low in LOWS:
+        limit = 0
+        for n, group in groupby(results(low), key=lambda result: result[0]):
+            if not all(matched for _, matched in group):
+                break
+            limit = n
+        if limit > low:
+            return low, limit
+    return None

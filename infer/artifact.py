@@ -136,7 +136,7 @@ class Manifest:
 class ProgramInfo:
     file: str  # relative to the folder of build.json
     kv_layers: list[int]  # whose KV it takes, in the order of its arguments
-    bitwise_range: tuple[int, int] | None  # of T·B with the bits of T = 1; None: not even two tokens
+    bitwise_range: tuple[int, int] | None  # of T·B within which a token has the same bits; None: not found
     num_kernels: dict[str, int]  # by kind, e.g. how many GEMMs use AMX: shows an autotuning that went wrong
 
 

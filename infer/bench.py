@@ -162,11 +162,17 @@ def share_of_roof(llm: LLM, tokens_per_second: float, machine: Machine) -> float
 
 def weight_bytes(llm: LLM) -> int:
     """Bytes that one plain step must read: every layer's weights and the unembedding, not the embedding table."""
-    folder = f"weights/{llm.dtype}/"
     path_programs = [f"{tier.name}.trunk" for tier in llm.manifest.tiers] + ["unembed"]
-    total = sum(llm.manifest.files[f"{folder}{name}.safetensors"].size for name in path_programs)
+    total = sum(_weights_size(llm, name) for name in path_programs)
     itemsize = getattr(torch, llm.dtype).itemsize
     return total - llm.manifest.base.vocab_size * llm.manifest.base.exit_size * itemsize
+
+
+def _weights_size(llm: LLM, program: str) -> int:
+    """From the weights file, or where an artifact has compiled programs only, the package: its code is about 1 %."""
+    files, build = llm.manifest.files, llm.build
+    weights = files.get(f"weights/{llm.dtype}/{program}.safetensors")
+    return (weights or files[f"programs/{build.folder_name}/{build.programs[program].file}"]).size
 
 
 def _copy_bandwidth(megabytes: int = 256, repeats: int = 7) -> float:

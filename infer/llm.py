@@ -73,6 +73,7 @@ class LLM:
         self.manifest: Manifest = opened.manifest
         stages = stages_of(strategy, policy, self.manifest)
         chosen = opened.select(backend, dtype, device)
+        self.build = chosen.build
         self.backend, self.dtype = chosen.build.backend, chosen.build.dtype
         torch_dtype = getattr(torch, self.dtype)
         if num_blocks is None:

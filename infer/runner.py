@@ -1,7 +1,7 @@
 """Runs the tiers' programs over rows: the one place where tensors meet the artifact's programs.
 
 Owns the KV pages and the hidden states that wait between tiers; moves the rows' cursors; keeps every call inside the
-range in which its program's results are bitwise those of a single token. Decides nothing about what to draft or accept.
+range in which a token's results have the same bits. Decides nothing about what to draft or accept.
 """
 
 # Shape legend: B rows, T query positions, D hidden, E exit size, V vocabulary, N tokens of all rows together
@@ -18,6 +18,7 @@ from infer.batch import RING_SIZE, Query, make_query, split_by_size, token_recta
 from infer.row import Row
 
 Program = Callable[..., Tensor]
+Range = tuple[int, int] | None  # of tokens in a call
 
 
 class Runner:
@@ -65,13 +66,15 @@ class Runner:
         self._rings = [torch.zeros(ring_shape, dtype=dtype, device=device) for _ in tiers]
 
         self._last_query: tuple[list[Row], list[range], Query] | None = None
+        # One for all programs over pages, so that level tiers can share a call's tensors
+        lows = [info.bitwise_range[0] for info in infos.values() if info.kv_layers and info.bitwise_range]
+        self._min_tokens = max(lows, default=1)
 
-        def bound(name: str) -> tuple[Program, int | None, list[Tensor]]:
-            info = infos[name]
+        def bound(name: str) -> tuple[Program, Range, list[Tensor]]:
             # Where export found no range, calls are not cut: equality then rests on the margins of the logits, as
             # `inspect` shows, and not on their bits.
-            limit = info.bitwise_range[1] if info.bitwise_range else None
-            return programs[name], limit, [t for layer in info.kv_layers for t in pages[layer]]
+            info = infos[name]
+            return programs[name], info.bitwise_range, [t for layer in info.kv_layers for t in pages[layer]]
 
         self._trunks = [bound(f"{tier.name}.trunk") for tier in tiers]
         self._exits = [bound(f"{e.name}.exit") for e in self.exits]
@@ -160,20 +163,23 @@ class Runner:
         return _in_chunks(program[0], flat, program[1])
 
     def _unembed(self, tier: int, states: Tensor) -> Tensor:
-        program, limit, _ = self._unembeds[tier]
-        return _in_chunks(program, states, limit)
+        program, bitwise_range, _ = self._unembeds[tier]
+        return _in_chunks(program, states, bitwise_range)
 
-    def _parts(self, rows: Sequence[Row], starts: list[int], limit: int | None) -> list[tuple[list[Row], list[range]]]:
+    def _parts(
+        self, rows: Sequence[Row], starts: list[int], bitwise_range: Range
+    ) -> list[tuple[list[Row], list[range]]]:
         """Rows that have positions to compute, in runs whose rectangles stay within the program's bitwise range."""
         todo = [(row, range(start, len(row))) for row, start in zip(rows, starts, strict=True) if start < len(row)]
         spans = [span for _, span in todo]
+        limit = bitwise_range[1] if bitwise_range else None
         return [([todo[i][0] for i in run], [spans[i] for i in run]) for run in split_by_size(spans, limit)]
 
     def _query(self, rows: list[Row], spans: list[range]) -> Query:
         """The tensors of a call. Tiers that stand level compute the same positions, so the last ones are kept."""
         if self._last_query is not None and self._last_query[0] == rows and self._last_query[1] == spans:
             return self._last_query[2]
-        query = make_query(rows, spans, self.block_size, self.device)
+        query = make_query(rows, spans, self.block_size, self.device, min_width=-(-self._min_tokens // len(rows)))
         self._last_query = (rows, spans, query)
         return query
 
@@ -183,7 +189,7 @@ class Runner:
         return self._rings[tier][query.ring].view(batch, width, -1)
 
     @staticmethod
-    def _call(program: tuple[Program, int | None, list[Tensor]], x: Tensor, query: Query) -> Tensor:
+    def _call(program: tuple[Program, Range, list[Tensor]], x: Tensor, query: Query) -> Tensor:
         run, _, pages = program
         return run(x, query.positions, query.slots, query.block_table, pages)
 
@@ -195,8 +201,14 @@ def _drop_leading(flat: Tensor, lengths: list[int], drops: list[int]) -> Tensor:
     return torch.cat([part[drop:] for part, drop in zip(flat.split(lengths), drops, strict=True)])
 
 
-def _in_chunks(program: Program, states: Tensor, limit: int | None) -> Tensor:
-    """Run a program over tokens [N, ..] in chunks of at most `limit`, where its results are bitwise those of one."""
-    if limit is None or len(states) <= limit:
+def _in_chunks(program: Program, states: Tensor, bitwise_range: Range) -> Tensor:
+    """Run a program over tokens [N, ..] in calls within its range: in chunks if too many, padded if too few."""
+    if bitwise_range is None:
         return program(states)
-    return torch.cat([program(chunk) for chunk in states.split(limit)])
+    low, high = bitwise_range
+    if low <= len(states) <= high:
+        return program(states)
+    chunks = states.split(high)
+    missing = [max(0, low - len(chunk)) for chunk in chunks]
+    padded = [torch.cat([c, c[:1].expand(n, -1)]) if n else c for c, n in zip(chunks, missing, strict=True)]
+    return torch.cat([program(p)[: len(c)] for p, c in zip(padded, chunks, strict=True)])

@@ -95,15 +95,14 @@ class Tiny:
         policy: Policy | None = None,
         num_blocks: int = 256,
         max_num_seqs: int = 8,
-        bitwise_limit: int | None = None,
+        bitwise_range: tuple[int, int] | None = None,
         rig: Rig | None = None,
         max_model_len: int = 128,
     ) -> None:
         self.manifest = make_manifest(model, max_model_len=max_model_len)
         programs = make_programs(model, BLOCK_SIZE)
-        limit = None if bitwise_limit is None else (1, bitwise_limit)
         infos = {
-            p.name: ProgramInfo(file=p.name, kv_layers=list(p.kv_layers), bitwise_range=limit, num_kernels={})
+            p.name: ProgramInfo(file=p.name, kv_layers=list(p.kv_layers), bitwise_range=bitwise_range, num_kernels={})
             for p in programs
         }
         runner_type = Runner if rig is None else _rigged(rig)

@@ -51,6 +51,8 @@ def test_every_family_passes_parity_in_inductor(exported: Callable[..., Any], fa
     rows = calibration_rows(made.model.family.vocab_size)
     report = parity.check(caller_of(made), rows, reference_of(made.model, rows))
     assert all(tier.max_error <= 1e-4 for tier in report)
+    kernels = made.infos["target.trunk"].num_kernels
+    assert kernels["packed_gemm"] > 0 == kernels["library_gemm"], "Inductor ignored `freezing`: weights are not packed"
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "gemma3"])

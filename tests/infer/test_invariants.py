@@ -180,12 +180,12 @@ requests_ = st.lists(
         Policy, num_draft_tokens=st.integers(1, 5), window=st.integers(1, 6), inner_rounds=st.integers(1, 4)
     ),
     max_num_seqs=st.integers(1, 4),
-    bitwise_limit=st.sampled_from([None, 1, 3, 8]),
+    bitwise_range=st.sampled_from([None, (1, 1), (1, 3), (2, 3), (2, 8)]),
     rig_seed=st.integers(0, 2**32),
     data=st.data(),
 )
 def test_any_requests_under_any_policy_and_rig_give_plain_decodings_tokens(
-    requests, strategy, policy, max_num_seqs, bitwise_limit, rig_seed, data
+    requests, strategy, policy, max_num_seqs, bitwise_range, rig_seed, data
 ):
     plain = Tiny(model_of(), "autoregressive")
     want = [plain.generate([prompt], params)[0].token_ids for prompt, params in requests]
@@ -194,7 +194,7 @@ def test_any_requests_under_any_policy_and_rig_give_plain_decodings_tokens(
     def is_right(row: int, tier: int, offset: int, number: int) -> bool:
         return hash((rig_seed, row, tier, offset, number)) % 4 > 0
 
-    tiny = Tiny(model_of(), strategy, policy, num_blocks=16, max_num_seqs=max_num_seqs, bitwise_limit=bitwise_limit,
+    tiny = Tiny(model_of(), strategy, policy, num_blocks=16, max_num_seqs=max_num_seqs, bitwise_range=bitwise_range,
                 rig=Script(texts, is_right))  # fmt: skip
     pending = [tiny.request(prompt, params) for prompt, params in requests]
     for request in pending:

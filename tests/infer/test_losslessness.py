@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from infer.params import SamplingParams
+from infer.runner import Runner
 from infer.strategy import Policy
 from tests.tiny_engine import (
     PROMPTS,
@@ -66,8 +67,33 @@ def test_rows_may_join_and_leave_between_rounds(strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+def test_calls_stay_inside_the_bitwise_range(strategy, monkeypatch):
+    """Programs that are wrong outside their range: one token alone, and more than the limit in decoding."""
+    tiny = Tiny(model_of(), strategy, bitwise_range=(2, 12))
+    call = Runner._call
+
+    def checked(program, x, query):
+        assert 2 <= x.shape[0] * x.shape[1] <= 12, x.shape
+        return call(program, x, query)
+
+    for name in ("_exits", "_unembeds"):
+        for number, (program, bitwise_range, pages) in enumerate(getattr(tiny.runner, name)):
+            if not pages:
+                getattr(tiny.runner, name)[number] = (wrong_outside(program, bitwise_range), bitwise_range, pages)
+    monkeypatch.setattr(Runner, "_call", staticmethod(checked))
+    for batch in (ROWS[:1], ROWS):
+        got = [r.token_ids for r in tiny.generate(batch, greedy())]
+        assert got == [oracle("llama", p, NUM_TOKENS) for p in batch]
+
+
+def wrong_outside(program, bitwise_range):
+    low, high = bitwise_range
+    return lambda x: program(x) if low <= len(x) <= high else torch.full_like(program(x), torch.nan)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_calls_split_at_the_bitwise_limit_give_the_same_tokens(strategy):
-    tiny = Tiny(model_of(), strategy, Policy(num_draft_tokens=5, window=4), bitwise_limit=4)
+    tiny = Tiny(model_of(), strategy, Policy(num_draft_tokens=5, window=4), bitwise_range=(1, 4))
     assert [r.token_ids for r in tiny.generate(ROWS, greedy())] == [oracle("llama", p, NUM_TOKENS) for p in ROWS]
 
 

@@ -1,0 +1,50 @@
+"""What is measured of a program: the calls in which every token has the same bits."""
+
+import pytest
+import torch
+
+from export import bitwise
+
+WIDTH, PAGE_SHAPE = 3, (16, 1, 2)
+
+
+def noisy(n: int, groups: list[int]) -> float:
+    """What a library adds that switches kernels at these numbers of tokens."""
+    return 1e-3 * sum(n >= start for start in groups)
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [([], (1, 64)), ([33], (1, 32)), ([2], (2, 64)), ([2, 16], (2, 15)), ([2, 3], None), ([3, 2, 4], None)],
+)
+def test_range_is_where_no_kernel_changes(groups, expected):
+    def flat(x):
+        return x + noisy(len(x), groups)
+
+    def paged(x, positions, slots, block_table, kv):
+        return x + noisy(x.shape[0] * x.shape[1], groups)
+
+    tokens = torch.randn(bitwise.MAX_TOKENS, bitwise.MAX_TOKENS, WIDTH)
+    assert bitwise.flat_range(flat, WIDTH, torch.float32) == expected
+    assert bitwise.paged_range(paged, tokens, PAGE_SHAPE, 1, torch.float32) == expected
+
+
+def test_a_program_that_depends_on_the_width_of_the_block_table_has_no_range():
+    def program(x, positions, slots, block_table, kv):
+        return x + 1e-3 * block_table.shape[1]
+
+    tokens = torch.randn(bitwise.MAX_TOKENS, bitwise.MAX_TOKENS, WIDTH)
+    assert bitwise.paged_range(program, tokens, PAGE_SHAPE, 1, torch.float32) is None
+
+
+def test_padding_of_a_single_token_is_marked_as_padding():
+    seen = []
+
+    def program(x, positions, slots, block_table, kv):
+        if x.shape[0] * x.shape[1] == 2 and (positions == -1).any():
+            seen.append((positions.tolist(), slots.tolist()))
+        return x + noisy(x.shape[0] * x.shape[1], [2])
+
+    tokens = torch.randn(bitwise.MAX_TOKENS, bitwise.MAX_TOKENS, WIDTH)
+    bitwise.paged_range(program, tokens, PAGE_SHAPE, 1, torch.float32)
+    assert seen and all(p[0][1] == -1 and s[0][1] == 0 for p, s in seen)
