@@ -30,9 +30,8 @@ Results = Iterator[tuple[int, bool]]  # number of tokens in a call, whether ever
 
 
 @torch.no_grad()
-def flat_range(program: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype) -> tuple[int, int] | None:
-    """The range of N for a program [N, width] → [N, ..]."""
-    tokens = torch.randn(MAX_TOKENS, width, generator=torch.Generator().manual_seed(0)).to(dtype)
+def flat_range(program: Callable[[Tensor], Tensor], tokens: Tensor) -> tuple[int, int] | None:
+    """The range of N for a program [N, ..] → [N, ..], tried on `tokens` [MAX_TOKENS, ..]."""
     sizes = sorted({batch * length for batch, length in SHAPES})
 
     def results(low: int) -> Results:
@@ -54,25 +53,25 @@ def paged_range(
         page_shape: S, KV heads, head_dim.
         num_layers: whose pages it takes.
     """
-    size = page_shape[0]
+    size, device = page_shape[0], tokens.device
     num_shared, num_own = CONTEXT // size, -(-(CONTEXT % size + MAX_TOKENS) // size)
     generator = torch.Generator().manual_seed(0)
     shape = (1 + num_shared + MAX_TOKENS * num_own, *page_shape)
-    kv = [torch.randn(shape, generator=generator).to(dtype) for _ in range(2 * num_layers)]
+    kv = [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2 * num_layers)]
     shared = torch.arange(1, 1 + num_shared).expand(MAX_TOKENS, num_shared)
     own = torch.arange(1 + num_shared, shape[0]).view(MAX_TOKENS, num_own)
-    tables = torch.cat([shared, own], 1)
+    tables = torch.cat([shared, own], 1).to(device)
 
     def call(rows: slice, span: slice, *, pad: int = 0, extra_blocks: int = 0) -> Tensor:
         x = tokens[rows, span].clone()
-        positions = torch.arange(CONTEXT + span.start, CONTEXT + span.stop).repeat(x.shape[0], 1)
+        positions = torch.arange(CONTEXT + span.start, CONTEXT + span.stop, device=device).repeat(x.shape[0], 1)
         num_blocks = (CONTEXT + span.stop - 1) // size + 1
         table = tables[rows, :num_blocks]
         slots = table.gather(1, positions // size) * size + positions % size
         x = torch.cat([x, x.new_zeros(x.shape[0], pad, *x.shape[2:])], 1)
         positions = torch.cat([positions, positions.new_full((len(positions), pad), -1)], 1)
         slots = torch.cat([slots, slots.new_zeros(len(slots), pad)], 1)
-        unused = torch.zeros(x.shape[0], extra_blocks, dtype=torch.long)
+        unused = table.new_zeros(x.shape[0], extra_blocks)
         return program(x, positions, slots, torch.cat([table, unused], 1), kv)
 
     def results(low: int) -> Results:

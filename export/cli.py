@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="artifact folder to write")
     parser.add_argument("--backend", default="inductor,eager", help="eager, inductor, or both (default: %(default)s)")
     parser.add_argument("--dtype", default="float32", help="float32, bfloat16, or both (default: %(default)s)")
-    parser.add_argument("--device", default="cpu", help="cpu (default)")
+    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--max-model-len", type=int, metavar="N", help="longest sequence (default: the base's, ≤ 4096)")
     parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens a KV block (default: 16)")
     parser.add_argument(
@@ -89,6 +89,7 @@ def _run(args: argparse.Namespace) -> int:
         output=args.output,
         backends=backends,
         dtypes=dtypes,
+        device=args.device,
         max_model_len=args.max_model_len,
         block_size=args.block_size,
         prefill_chunk=args.prefill_chunk,
@@ -130,15 +131,14 @@ def _choices(flag: str, value: str, allowed: Sequence[str], later: Sequence[str]
 def _check_device(device: str) -> None:
     if device == "cpu":
         return
-    if device.split(":")[0] != "cuda":
-        raise ValueError(f"--device {device!r} is unknown; expected cpu or cuda")
+    if device != "cuda":
+        raise ValueError(f"--device {device!r} is unknown; expected cpu or cuda (choose one with CUDA_VISIBLE_DEVICES)")
     import torch
 
     if not torch.cuda.is_available():
         raise ValueError(
             f"--device {device}: PyTorch finds no GPU here; export on the machine that will run it, or use cpu"
         )
-    raise ValueError(f"--device {device}: programs for GPUs are not built yet in this release; use --device cpu")
 
 
 def read_source(checkpoint: Path | None, config: Path | None) -> Source:

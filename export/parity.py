@@ -74,12 +74,12 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
 def reference_logits(model: EarlyExitModel, rows: Sequence[Tensor]) -> Logits:
     """What every tier should give: exits from the dense early-exit model, the target from the stock model's forward."""
     logits: Logits = {span.name: [] for span in tier_spans(model)}
-    for row in rows:
+    for row in (row.to(model.base.device) for row in rows):
         states = model(row.unsqueeze(0)).exits
         for name, hidden in states.items():
-            logits[name].append(model.unembed_exit(name, hidden)[0])
+            logits[name].append(model.unembed_exit(name, hidden)[0].cpu())
         model.family.use_attention("sdpa")
-        logits[TARGET].append(model.base(row.unsqueeze(0), use_cache=False).logits[0])
+        logits[TARGET].append(model.base(row.unsqueeze(0), use_cache=False).logits[0].cpu())
     return logits
 
 
@@ -94,6 +94,7 @@ class Caller:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    device: torch.device
 
     def run(self, rows: Sequence[Tensor], schedule: Sequence[Sequence[int]]) -> Logits:
         """Feed `rows` (token ids) by `schedule`; every tier's logits for the positions that were fed."""
@@ -102,13 +103,13 @@ class Caller:
         blocks = torch.arange(len(rows) * blocks_per_row, 0, -1).view(blocks_per_row, len(rows)).T.contiguous()
         num_layers = 1 + max(layer for info in self.infos.values() for layer in info.kv_layers)
         shape = (len(rows) * blocks_per_row + 1, self.block_size, self.num_kv_heads, self.head_dim)
-        pages = [torch.zeros(shape, dtype=self.dtype) for _ in range(2 * num_layers)]
+        pages = [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2 * num_layers)]
         found: dict[str, list[list[Tensor]]] = {span.name: [[] for _ in rows] for span in self.spans}
         done = [0] * len(rows)
         for counts in schedule:
             for name, logits in self._step(rows, done, counts, blocks, pages).items():
                 for b, count in enumerate(counts):
-                    found[name][b].append(logits[b, :count])
+                    found[name][b].append(logits[b, :count].cpu())
             done = [start + count for start, count in zip(done, counts, strict=True)]
         return {name: [torch.cat(parts) for parts in per_row] for name, per_row in found.items()}
 
@@ -123,7 +124,8 @@ class Caller:
             positions[b, :count] = torch.arange(start, start + count)
         block_table = blocks[:, : int(positions.max()) // size + 1].contiguous()
         slots = block_table.gather(1, positions.clamp(min=0) // size) * size + positions % size
-        query = (positions, torch.where(positions < 0, 0, slots), block_table)
+        query = tuple(t.to(self.device) for t in (positions, torch.where(positions < 0, 0, slots), block_table))
+        x = x.to(self.device)
         logits: dict[str, Tensor] = {}
         for span in self.spans:
             x = self._call(f"{span.name}.trunk", x, query, pages)

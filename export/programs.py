@@ -113,11 +113,12 @@ def paged_inputs(
     """Example arguments of a trunk or a `layer` exit. All are independent tensors, never views of one storage:
     functionalisation would copy the whole pool back (DESIGN §5)."""
     batch, length = x.shape[:2]
-    positions = torch.arange(length).repeat(batch, 1) + block_size + 2
-    block_table = torch.arange(1, 1 + batch * EXAMPLE_BLOCKS_PER_ROW).view(batch, EXAMPLE_BLOCKS_PER_ROW)
+    num_blocks = batch * EXAMPLE_BLOCKS_PER_ROW
+    positions = torch.arange(length, device=x.device).repeat(batch, 1) + block_size + 2
+    block_table = torch.arange(1, 1 + num_blocks, device=x.device).view(batch, EXAMPLE_BLOCKS_PER_ROW)
     slots = torch.gather(block_table, 1, positions // block_size) * block_size + positions % block_size
     page_shape = (EXAMPLE_NUM_BLOCKS, block_size, num_kv_heads, head_dim)
-    kv = [torch.zeros(page_shape, dtype=dtype) for _ in range(2 * num_layers)]
+    kv = [torch.zeros(page_shape, dtype=dtype, device=x.device) for _ in range(2 * num_layers)]
     return x, positions, slots, block_table.clone(), kv
 
 
@@ -129,10 +130,11 @@ def _paged(
     model: EarlyExitModel,
     block_size: int,
 ) -> Program:
-    family, dtype = model.family, model.family.unembedding.dtype
+    family, dtype, device = model.family, model.family.unembedding.dtype, model.family.unembedding.device
     shape = (EXAMPLE_BATCH, EXAMPLE_LENGTH)
     takes_ids = kind == "trunk" and kv_layers[0] == 0
-    x = torch.zeros(shape, dtype=torch.long) if takes_ids else torch.zeros(*shape, family.hidden_size, dtype=dtype)
+    ids = torch.zeros(shape, dtype=torch.long, device=device)
+    x = ids if takes_ids else torch.zeros(*shape, family.hidden_size, dtype=dtype, device=device)
     rows, tokens, blocks, pool = Dim("B"), Dim("T"), Dim("M"), Dim("num_blocks")
     per_token = {0: rows, 1: tokens}
     kv_shapes = [{0: pool} for _ in range(2 * len(kv_layers))]
@@ -147,5 +149,6 @@ def _paged(
 
 
 def _flat(name: str, module: nn.Module, width: int, model: EarlyExitModel) -> Program:
-    example = torch.zeros(EXAMPLE_TOKENS, width, dtype=model.family.unembedding.dtype)
+    unembedding = model.family.unembedding
+    example = torch.zeros(EXAMPLE_TOKENS, width, dtype=unembedding.dtype, device=unembedding.device)
     return Program(name=name, module=module, kind="flat", inputs=(example,), dynamic_shapes=({0: Dim("N")},))

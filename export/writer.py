@@ -55,6 +55,7 @@ class ExportOptions:
     output: Path
     backends: tuple[str, ...] = ("eager",)
     dtypes: tuple[str, ...] = ("float32",)
+    device: str = "cpu"
     max_model_len: int | None = None  # None: what the base allows, up to DEFAULT_MAX_MODEL_LEN
     block_size: int = 16
     prefill_chunk: int = 128
@@ -138,7 +139,7 @@ def _write_contents(
     parities: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory(prefix="hispec-graphs-") as scratch:
         for dtype in options.dtypes:
-            model = make_model(dtype)
+            model = make_model(dtype).to(options.device)
             if manifest is None:
                 manifest = _manifest(model, options)
                 _write_base_files(folder, model, tokenizer)
@@ -169,7 +170,7 @@ def _export_graphs(
     start = time.perf_counter()
     rows = parity.calibration_rows(model.family.vocab_size, tokenizer)
     own = parity.reference_logits(model, rows)
-    truth = own if dtype == "float32" else parity.reference_logits(make_model("float32"), rows)
+    truth = own if dtype == "float32" else parity.reference_logits(make_model("float32").to(options.device), rows)
     reference = parity.make_reference(truth, own)
     (scratch / dtype).mkdir()
     programs = []
@@ -188,11 +189,11 @@ def _build(
     suffix = {"eager": eager.SUFFIX, "inductor": inductor.SUFFIX}[backend]
     build = BuildInfo(
         backend=backend,
-        device="cpu",
+        device=options.device,
         dtype=made.dtype,
         torch_version=torch.__version__,
         machine=platform.machine(),
-        cpu_capability=host_capability(),
+        cpu_capability=host_capability(options.device),
         num_threads=torch.get_num_threads(),
         programs={
             p.name: ProgramInfo(file=p.name + suffix, kv_layers=list(p.kv_layers), bitwise_range=None, num_kernels={})
@@ -214,6 +215,7 @@ def _build(
             graph_file=_graph_files(scratch, made.dtype, p.name)[0],
             weights_file=_graph_files(scratch, made.dtype, p.name)[1],
             package=target / build.programs[p.name].file,
+            device=options.device,
             autotune=options.autotune and made.dtype != "float32",  # there the templates lose: BENCHMARKS.md
             num_threads=build.num_threads,
         )
@@ -245,6 +247,7 @@ def _measure(
         num_kv_heads=base.num_kv_heads,
         head_dim=base.head_dim,
         dtype=dtype,
+        device=torch.device(programs.build.device),
     )
     found = parity.check(caller, made.rows, made.reference)
     where = f"{programs.build.backend} {made.dtype}"
@@ -254,9 +257,10 @@ def _measure(
     measured = {}
     for p in made.programs:
         if p.kind == "flat":
-            limits = bitwise.flat_range(calls[p.name], p.inputs[0].shape[-1], dtype)
+            states = torch.randn(bitwise.MAX_TOKENS, p.inputs[0].shape[-1], generator=_generator())
+            limits = bitwise.flat_range(calls[p.name], states.to(caller.device, dtype))
         else:
-            tokens = _tokens(p, base.vocab_size, dtype)
+            tokens = _tokens(p, base.vocab_size, dtype).to(caller.device)
             limits = bitwise.paged_range(calls[p.name], tokens, page_shape, len(p.kv_layers), dtype)
         measured[p.name] = replace(infos[p.name], bitwise_range=limits)
     (programs.path / "build.json").write_text(replace(programs.build, programs=measured).to_json())
@@ -267,11 +271,14 @@ def _measure(
 
 def _tokens(program: Program, vocab_size: int, dtype: torch.dtype) -> torch.Tensor:
     """Arguments to try: token ids for the lowest trunk, hidden states above it."""
-    generator = torch.Generator().manual_seed(0)
     example, shape = program.inputs[0], (bitwise.MAX_TOKENS, bitwise.MAX_TOKENS)
     if example.dtype == torch.long:
-        return torch.randint(vocab_size, shape, generator=generator)
-    return torch.randn(*shape, example.shape[-1], generator=generator).to(dtype)
+        return torch.randint(vocab_size, shape, generator=_generator())
+    return torch.randn(*shape, example.shape[-1], generator=_generator()).to(dtype)
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
 
 
 def _graph_files(scratch: Path, dtype: str, name: str) -> tuple[Path, Path]:

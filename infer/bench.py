@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from infer.artifact import host_capability
 from infer.llm import LLM
 from infer.output import TierMetrics
 from infer.params import SamplingParams
@@ -143,14 +144,14 @@ def summary(results: Sequence[Result]) -> list[dict[str, Any]]:
     return rows
 
 
-def describe_machine() -> Machine:
+def describe_machine(device: str) -> Machine:
     """Measure what a ratio needs as its background."""
     load = os.getloadavg()[0]
     return Machine(
         num_threads=torch.get_num_threads(),
         load_average=round(load, 2),
-        copy_gigabytes_per_second=round(_copy_bandwidth(), 1),
-        capability=torch.backends.cpu.get_cpu_capability(),
+        copy_gigabytes_per_second=round(_copy_bandwidth(device), 1),
+        capability=host_capability(device),
         torch_version=torch.__version__,
     )
 
@@ -175,13 +176,19 @@ def _weights_size(llm: LLM, program: str) -> int:
     return (weights or files[f"programs/{build.folder_name}/{build.programs[program].file}"]).size
 
 
-def _copy_bandwidth(megabytes: int = 256, repeats: int = 7) -> float:
-    source = torch.ones(megabytes * 1_000_000 // 4)
+def _copy_bandwidth(device: str, megabytes: int = 256, repeats: int = 7) -> float:
+    source = torch.ones(megabytes * 1_000_000 // 4, device=device)
     target = torch.empty_like(source)
-    target.copy_(source)
+
+    def copy() -> None:
+        target.copy_(source)
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    copy()
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
-        target.copy_(source)
+        copy()
         times.append(time.perf_counter() - start)
     return 2 * source.nbytes / min(times) / 1e9

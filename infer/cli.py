@@ -66,6 +66,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("artifact", help="folder that `python -m export` wrote")
     parser.add_argument("--backend", default="auto", help="inductor, eager or auto (default)")
     parser.add_argument("--dtype", help="float32 or bfloat16; default: the artifact's first")
+    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda, as exported")
     parser.add_argument("--max-tokens", type=int, default=128, help="most new tokens per prompt (default 128)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
     parser.add_argument("--top-p", type=float, default=1.0)
@@ -109,6 +110,7 @@ def _load(args: argparse.Namespace, strategy: str) -> LLM:
         strategy,
         backend=args.backend,
         dtype=args.dtype,
+        device=args.device,
         max_num_seqs=args.max_num_seqs,
         num_draft_tokens=args.num_draft_tokens,
         window=args.window,
@@ -197,6 +199,7 @@ def _check(llm: LLM, prompts: list[Any], params: SamplingParams, outputs: list[A
 
 def _bench(args: argparse.Namespace) -> int:
     from infer import bench
+    from infer.llm import check_device
     from infer.peers import PEERS, TransformersPeer
     from infer.prompts import read_prompts
     from infer.report import print_bench
@@ -216,7 +219,8 @@ def _bench(args: argparse.Namespace) -> int:
         step = len(rows) / args.num_prompts
         rows = [rows[int(i * step)] for i in range(args.num_prompts)]
     params, policy = _params(args), _policy(args)
-    machine = bench.describe_machine()
+    check_device(args.device)
+    machine = bench.describe_machine(args.device)
     if machine.load_average > 0.3:
         print(f"notice: the load average is {machine.load_average}; figures of a busy machine mislead", file=sys.stderr)
     llm = _load(args, "autoregressive")
@@ -227,7 +231,7 @@ def _bench(args: argparse.Namespace) -> int:
     def progress(text: str) -> None:
         print(f"\r{text}", end="", file=sys.stderr, flush=True)
 
-    peer = TransformersPeer(args.peer_model, llm.dtype) if peers else None
+    peer = TransformersPeer(args.peer_model, llm.dtype, args.device) if peers else None
     try:
         results = bench.run_bench(
             llm,

@@ -39,9 +39,10 @@ class LLM:
             `autoregressive`.
         backend: `inductor`, `eager`, or `auto` for the fastest that the artifact holds.
         dtype: `float32` or `bfloat16`, as exported; None takes the artifact's first.
-        device: `cpu`.
-        num_blocks: KV blocks in the pool; None sizes it to `max_num_seqs` rows at full length, at most 1 GiB, and at
-            least one row.
+        device: `cpu` or `cuda`, as exported.
+        num_blocks: KV blocks in the pool; None sizes it to `max_num_seqs` rows at full length, at least one row, and
+            at most 1 GiB on CPU, `gpu_memory_utilization` on CUDA.
+        gpu_memory_utilization: share of the GPU's memory that weights and pool may fill together.
         max_num_seqs: most sequences that run at once.
         num_draft_tokens, window, inner_rounds: the policy's γ, N_i and R.
         seed: draws the seeds of requests that bring none; None draws them from the system.
@@ -59,6 +60,7 @@ class LLM:
         dtype: str | None = None,
         device: str = "cpu",
         num_blocks: int | None = None,
+        gpu_memory_utilization: float = 0.9,
         max_num_seqs: int = 16,
         num_draft_tokens: int = 2,
         window: int = 4,
@@ -69,6 +71,9 @@ class LLM:
         strategy = "autoregressive" if strategy == "auto" else strategy  # no plan yet: see the notice of the CLI
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs={max_num_seqs} must be at least 1")
+        if not 0 < gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization={gpu_memory_utilization} must lie in (0, 1]")
+        check_device(device)
         opened = Artifact.open(artifact)
         self.manifest: Manifest = opened.manifest
         stages = stages_of(strategy, policy, self.manifest)
@@ -76,13 +81,15 @@ class LLM:
         self.build = chosen.build
         self.backend, self.dtype = chosen.build.backend, chosen.build.dtype
         torch_dtype = getattr(torch, self.dtype)
-        if num_blocks is None:
-            num_blocks = _default_num_blocks(self.manifest, torch_dtype.itemsize, max_num_seqs)
         self.tokenizer = load_tokenizer(opened.path)
         vocab_file = opened.path / "draft_vocab.safetensors"
+        programs = backends.load(opened, chosen)
+        if num_blocks is None:
+            allowed = DEFAULT_KV_BYTES if device == "cpu" else _free_gpu_bytes(gpu_memory_utilization)
+            num_blocks = _default_num_blocks(self.manifest, torch_dtype.itemsize, max_num_seqs, allowed)
         runner = Runner(
             self.manifest,
-            backends.load(opened, chosen),
+            programs,
             chosen.build.programs,
             load_file(vocab_file, device=device) if vocab_file.exists() else {},
             num_blocks=num_blocks,
@@ -242,9 +249,23 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return listed
 
 
-def _default_num_blocks(manifest: Manifest, itemsize: int, max_num_seqs: int) -> int:
+def check_device(device: str) -> None:
+    """ValueError unless programs can run on `device` here."""
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device={device!r} must be 'cpu' or 'cuda' (choose one of several with CUDA_VISIBLE_DEVICES)")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda': PyTorch finds no GPU here; use device='cpu'")
+
+
+def _free_gpu_bytes(utilization: float) -> int:
+    """What is left for pages once the weights are loaded."""
+    free, total = torch.cuda.mem_get_info()
+    return int(free - (1 - utilization) * total)
+
+
+def _default_num_blocks(manifest: Manifest, itemsize: int, max_num_seqs: int, allowed_bytes: int) -> int:
     base, size = manifest.base, manifest.block_size
     num_layers = base.num_layers + sum(e.has_kv for e in manifest.exits)
     block_bytes = 2 * num_layers * size * base.num_kv_heads * base.head_dim * itemsize
     row = -(-manifest.limits.max_model_len // size)
-    return 1 + max(row, min(max_num_seqs * row, DEFAULT_KV_BYTES // block_bytes))
+    return 1 + max(row, min(max_num_seqs * row, allowed_bytes // block_bytes))

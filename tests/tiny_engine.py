@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import random
 from collections.abc import Callable, Sequence
 
@@ -28,6 +29,7 @@ from tests.tiny_models import make_tiny_model
 from train.heads import ExitConfig
 from train.model import EarlyExitModel
 
+DEVICE = torch.device(os.environ.get("HISPEC_TEST_DEVICE", "cpu"))  # pytest --device
 BLOCK_SIZE = 4
 STRATEGIES = ("autoregressive", "layerskip", "hispec")
 # Lengths on, before and behind the edges of blocks of 4 and chunks of 8; the last ids repeat, as prompts do.
@@ -60,7 +62,7 @@ def make_model(family: str = "llama", exits: Sequence[ExitConfig] | None = None,
         ExitConfig(name="draft", layer=2, head="layer"),
         ExitConfig(name="intermediate", layer=4, head="native"),
     )
-    return EarlyExitModel(base, list(chosen)).eval()
+    return EarlyExitModel(base, list(chosen)).eval().to(DEVICE)
 
 
 def make_manifest(model: EarlyExitModel, prefill_chunk: int = 8, max_model_len: int = 128) -> Manifest:
@@ -108,7 +110,7 @@ class Tiny:
         runner_type = Runner if rig is None else _rigged(rig)
         self.runner = runner_type(
             self.manifest, {p.name: p.module for p in programs}, infos, model.draft_vocabs,
-            num_blocks=num_blocks, max_num_seqs=max_num_seqs, dtype=torch.float32, device=torch.device("cpu"),
+            num_blocks=num_blocks, max_num_seqs=max_num_seqs, dtype=torch.float32, device=DEVICE,
         )  # fmt: skip
         stages = stages_of(strategy, policy or Policy(), self.manifest)
         self.round = Round(self.runner, stages)
@@ -160,7 +162,7 @@ def hf_greedy(model: EarlyExitModel, prompt: Sequence[int], num_tokens: int) -> 
     ids = list(prompt)
     with torch.no_grad():
         for _ in range(num_tokens):
-            ids.append(int(base(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+            ids.append(int(base(torch.tensor([ids], device=DEVICE), use_cache=False).logits[0, -1].argmax()))
     base.config._attn_implementation = saved
     return ids[len(prompt) :]
 
@@ -203,7 +205,7 @@ class Script:
         token = text[position] if position < len(text) else 0
         if not self._is_right(list(self._texts).index(prompt), tier, offset, number):
             token = (token + self._wrong[tier]) % len(logits)
-        return torch.zeros_like(logits).index_fill_(0, torch.tensor([token]), 10.0)
+        return torch.zeros_like(logits).index_fill_(0, torch.tensor([token], device=logits.device), 10.0)
 
 
 def texts_of(family: str, prompts: Sequence[tuple[int, ...]], num_tokens: int) -> dict[tuple[int, ...], list[int]]:

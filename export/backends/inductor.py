@@ -38,6 +38,7 @@ class Job:
     graph_file: Path
     weights_file: Path
     package: Path
+    device: str
     autotune: bool
     num_threads: int
 
@@ -52,14 +53,14 @@ def check_compiler() -> None:
         )
 
 
-def options(autotune: bool) -> dict[str, Any]:
-    """Inductor's settings. Freezing stores each weight in the order in which oneDNN reads it, and joins the matrices
-    that read one input (q, k, v; gate, up) in one product."""
-    chosen: dict[str, Any] = {
-        "aot_inductor.check_lowerbound": False,
-        "freezing": True,
-        "cpp.enable_concat_linear": True,
-    }
+def options(device: str, autotune: bool) -> dict[str, Any]:
+    """Inductor's settings. On CPU, freezing stores each weight in the order in which oneDNN reads it, and joins the
+    matrices that read one input (q, k, v; gate, up) in one product. On CUDA, products are Triton templates: one kernel
+    with one order of sums for any number of tokens, where cuBLAS changes it with the shape."""
+    chosen: dict[str, Any] = {"aot_inductor.check_lowerbound": False}
+    if device == "cuda":
+        return chosen | {"max_autotune": True, "max_autotune_gemm_backends": "TRITON"}
+    chosen |= {"freezing": True, "cpp.enable_concat_linear": True}
     if autotune:
         chosen |= {"max_autotune": True, "max_autotune_gemm_backends": "CPP,ATEN"}
     return chosen
@@ -86,12 +87,12 @@ def _compile(job: Job, cache: str) -> tuple[str, float]:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
     torch.set_num_threads(job.num_threads)
     # Clones: a package would store the whole mapped file behind every tensor that is a view of it
-    tensors = {name: tensor.clone() for name, tensor in load_file(job.weights_file).items()}
+    tensors = {name: tensor.clone() for name, tensor in load_file(job.weights_file, job.device).items()}
     exported = read_graph(job.graph_file, tensors)
     exported._example_inputs = example_inputs(exported)
     with torch.no_grad():  # else Inductor ignores `freezing`, silently
         torch._inductor.aoti_compile_and_package(
-            exported, package_path=str(job.package), inductor_configs=options(job.autotune)
+            exported, package_path=str(job.package), inductor_configs=options(job.device, job.autotune)
         )
     return job.name, time.perf_counter() - start
 
@@ -100,7 +101,7 @@ def example_inputs(exported: ExportedProgram) -> Any:
     """(args, kwargs) of the shapes that the graph was exported with, every tensor independent of the others."""
     names = set(exported.graph_signature.user_inputs)
     values = [node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder" and node.name in names]
-    tensors = [torch.zeros([_hint(size) for size in value.shape], dtype=value.dtype) for value in values]
+    tensors = [torch.zeros([_hint(n) for n in v.shape], dtype=v.dtype, device=v.device) for v in values]
     return pytree.tree_unflatten(tensors, exported.call_spec.in_spec)
 
 

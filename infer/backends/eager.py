@@ -17,10 +17,10 @@ from infer.artifact import Artifact, ProgramSet
 
 
 def load_programs(artifact: Artifact, program_set: ProgramSet) -> dict[str, Callable[..., Any]]:
-    """Program name → a call under inference mode. Weights stay mapped from weights/<dtype>/<program>.safetensors."""
+    """Program name → a call without gradients. On CPU the weights are those of the mapped files."""
     weights = artifact.path / "weights" / program_set.build.dtype
     return {
-        name: _load(program_set.path / program.file, weights / f"{name}.safetensors")
+        name: _load(program_set.path / program.file, weights / f"{name}.safetensors", program_set.build.device)
         for name, program in program_set.build.programs.items()
     }
 
@@ -36,8 +36,8 @@ def read_graph(graph_file: Path, tensors: Mapping[str, Tensor]) -> ExportedProgr
     return deserialize(SerializedArtifact(text, state, constants, {}))  # type: ignore[arg-type]
 
 
-def _load(graph_file: Path, weights_file: Path) -> Callable[..., Any]:
-    tensors = load_file(weights_file)  # maps the file
+def _load(graph_file: Path, weights_file: Path, device: str) -> Callable[..., Any]:
+    tensors = load_file(weights_file, device)
     return _Call(read_graph(graph_file, tensors).module(check_guards=False))
 
 

@@ -11,6 +11,7 @@ from export.writer import ExportOptions, write_artifact
 from infer import backends
 from infer.artifact import Artifact
 from tests.export.tiny_exits import ALL_HEADS, make_early_exit
+from tests.tiny_engine import DEVICE
 from train.heads import ExitConfig
 from train.model import EarlyExitModel
 
@@ -21,7 +22,7 @@ class Exported:
     def __init__(self, model: EarlyExitModel, folder: Path, backend: str) -> None:
         self.model = model
         self.artifact = Artifact.open(folder)
-        self.program_set = self.artifact.select(backend)
+        self.program_set = self.artifact.select(backend, device=str(DEVICE))
         self.infos = self.program_set.build.programs
         self.programs = backends.load(self.artifact, self.program_set)
 
@@ -41,7 +42,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Exported
                 layer_types = {"layer_types": ["sliding_attention", "full_attention"]} if family == "gemma3" else {}
                 model = make_early_exit(family, exits, num_hidden_layers=2, **layer_types)
             folder = tmp_path_factory.mktemp("artifacts") / f"{family}-{backend}"
-            write_artifact(lambda dtype: model, None, ExportOptions(output=folder, backends=(backend,)))
+            write_artifact(
+                lambda dtype: model, None, ExportOptions(output=folder, backends=(backend,), device=str(DEVICE))
+            )
             made[family, backend] = Exported(model, folder, backend)
         return made[family, backend]
 

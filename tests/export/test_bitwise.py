@@ -25,7 +25,7 @@ def test_range_is_where_no_kernel_changes(groups, expected):
         return x + noisy(x.shape[0] * x.shape[1], groups)
 
     tokens = torch.randn(bitwise.MAX_TOKENS, bitwise.MAX_TOKENS, WIDTH)
-    assert bitwise.flat_range(flat, WIDTH, torch.float32) == expected
+    assert bitwise.flat_range(flat, tokens[0]) == expected
     assert bitwise.paged_range(paged, tokens, PAGE_SHAPE, 1, torch.float32) == expected
 
 

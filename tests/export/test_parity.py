@@ -12,6 +12,7 @@ from export.parity import Caller, ParityError, Reference, calibration_rows, make
 from export.programs import tier_spans
 from export.writer import ExportOptions, write_artifact
 from tests.export.tiny_exits import ALL_HEADS, make_early_exit
+from tests.tiny_engine import DEVICE
 from tests.tiny_models import FAMILIES
 
 QUICK = ("llama",)  # a family costs about 40 s of compilation
@@ -28,6 +29,7 @@ def caller_of(exported: Any) -> Caller:
         num_kv_heads=family.num_kv_heads,
         head_dim=family.head_dim,
         dtype=torch.float32,
+        device=DEVICE,
     )
 
 

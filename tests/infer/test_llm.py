@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from infer import LLM, SamplingParams
 from infer.cli import main
@@ -132,6 +133,10 @@ def test_batches_larger_than_max_num_seqs_queue_in_order(artifact: Path, llm: LL
         ({"backend": "tensorrt"}, "tensorrt"),
         ({"dtype": "float64"}, "float64"),
         ({"max_num_seqs": 0}, "max_num_seqs=0"),
+        ({"device": "tpu"}, "device='tpu'"),
+        ({"device": "cuda:1"}, "CUDA_VISIBLE_DEVICES"),
+        ({"device": "cuda"}, "no programs" if torch.cuda.is_available() else "finds no GPU"),
+        ({"gpu_memory_utilization": 0}, "gpu_memory_utilization=0"),
         ({"num_blocks": 1}, "num_blocks=1"),
     ],
 )
