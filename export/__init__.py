@@ -2,6 +2,6 @@
 
 import os
 
-# MKL chooses its kernels by shape unless told not to; it reads this once, before its first call. With it fp32 programs
-# give the same bits whatever B and T are, and the self-checks run under what `infer` will set as well.
+# MKL chooses its kernels by shape unless told not to; it reads this once, before its first call. With it a
+# product's bits do not depend on the number of rows, and the self-checks run under what `infer` will set as well.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")

@@ -22,8 +22,8 @@ class Pages(NamedTuple):
     """What a span of layers needs to attend over pages: handed through the stock layers as one keyword."""
 
     slots: Tensor  # [B, T] int64: where each query's own key and value go; 0.. S-1 is the null block
-    block_table: Tensor  # [B, M] int64, padded with the null block 0
-    mask: Tensor  # [B, 1, T*max(G,2 if G==1), M*S] bool, True where the query may look
+    block_table: Tensor  # [B, M] int64, padded with any block of the row's own
+    mask: Tensor  # [B, 1, T·max(G, 2), M·S] bool, True where the query may look
     caches: dict[int, tuple[Tensor, Tensor]]  # id of the attention module → its (k, v) [num_blocks, S, K, head_dim]
 
 

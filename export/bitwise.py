@@ -23,7 +23,7 @@ SHAPES = sorted(
     + [(16, 1), (3, 8), (8, 3), (1, 32), (8, 4), (4, 8), (32, 1), (6, 8), (8, 6), (48, 1), (1, 64), (8, 8), (64, 1)],
     key=lambda shape: (shape[0] * shape[1], shape),
 )
-EXTRA_BLOCKS = (1, 4, 13)
+EXTRA_BLOCKS = (1, 4, 13, 40, 200)
 LOWS = (1, 2)  # least numbers of tokens in a call that are tried
 
 Results = Iterator[tuple[int, bool]]  # number of tokens in a call, whether every one had its own bits

@@ -74,10 +74,12 @@ def _parser() -> argparse.ArgumentParser:
 def _run(args: argparse.Namespace) -> int:
     backends = _choices("--backend", args.backend, BACKENDS, later=LATER_BACKENDS)
     dtypes = _choices("--dtype", args.dtype, DTYPES)
-    args.workers = args.workers if args.workers is not None else 1 if args.autotune else 2
+    args.workers = args.workers if args.workers is not None else 1 if args.autotune or args.device == "cuda" else 2
     _check_device(args.device)
     if args.workers < 1:
         raise ValueError(f"--workers {args.workers} must be at least 1")
+    if args.autotune and args.device == "cpu" and not ("inductor" in backends and "bfloat16" in dtypes):
+        raise ValueError(f"--autotune changes bfloat16 programs of inductor alone, not {args.dtype} of {args.backend}")
     if args.autotune and args.workers > 1:
         raise ValueError(
             f"--workers {args.workers} with --autotune would time kernels beside a compiler: use --workers 1"

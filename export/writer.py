@@ -40,10 +40,11 @@ from infer.artifact import (
     host_capability,
     write_manifest,
 )
+from infer.batch import RING_SIZE
 from train.base_model import base_fingerprint
 from train.model import EarlyExitModel
 
-MAX_QUERY_LEN = 64
+MAX_QUERY_LEN = RING_SIZE
 MAX_BATCH = 256
 DEFAULT_MAX_MODEL_LEN = 4096
 
@@ -77,6 +78,8 @@ class _Made:
 
 def check_output(options: ExportOptions) -> None:
     """ValueError when the output folder is in the way, or the options contradict each other."""
+    if options.output.exists() and not options.output.is_dir():
+        raise ValueError(f"--output {options.output} is a file: name a folder")
     if options.output.exists() and not options.overwrite:
         raise ValueError(f"--output {options.output} exists: choose another folder, or add --overwrite to replace it")
     if options.output.exists() and not (options.output / "hispec.json").is_file() and any(options.output.iterdir()):
@@ -108,22 +111,25 @@ def write_artifact(
     if "inductor" in options.backends:
         inductor.check_compiler()
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    with _new_folder(options.output) as folder:
+    with _new_folder(options.output, options) as folder:
         manifest = _write_contents(folder, make_model, tokenizer, options, report)
         write_manifest(folder, manifest)
     return options.output
 
 
 @contextmanager
-def _new_folder(output: Path) -> Iterator[Path]:
+def _new_folder(output: Path, options: ExportOptions) -> Iterator[Path]:
     """A folder beside `output` that becomes `output` when the block ends well, and vanishes when it does not."""
     unfinished = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
+    replaced = unfinished.with_name(f"{unfinished.name}.replaced")
     try:
         unfinished.chmod(0o755)  # mkdtemp's private mode would shut other users out
         yield unfinished
+        check_output(options)  # again: building takes minutes, and others write too
         if output.exists():
-            shutil.rmtree(output)
+            os.rename(output, replaced)
         os.rename(unfinished, output)
+        shutil.rmtree(replaced, ignore_errors=True)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
@@ -139,7 +145,7 @@ def _write_contents(
     parities: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory(prefix="hispec-graphs-") as scratch:
         for dtype in options.dtypes:
-            model = make_model(dtype).to(options.device)
+            model = make_model(dtype).place(options.device)
             if manifest is None:
                 manifest = _manifest(model, options)
                 _write_base_files(folder, model, tokenizer)
@@ -170,7 +176,7 @@ def _export_graphs(
     start = time.perf_counter()
     rows = parity.calibration_rows(model.family.vocab_size, tokenizer)
     own = parity.reference_logits(model, rows)
-    truth = own if dtype == "float32" else parity.reference_logits(make_model("float32").to(options.device), rows)
+    truth = own if dtype == "float32" else parity.reference_logits(make_model("float32").place(options.device), rows)
     reference = parity.make_reference(truth, own)
     (scratch / dtype).mkdir()
     programs = []

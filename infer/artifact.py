@@ -147,7 +147,7 @@ class BuildInfo:
     dtype: str
     torch_version: str
     machine: str  # platform.machine()
-    cpu_capability: str  # `host_capability(device)`: "AVX512", or "sm_90" on CUDA
+    cpu_capability: str  # `host_capability(device)`: "AVX512+AMX", or "sm_90" on CUDA
     num_threads: int
     programs: dict[str, ProgramInfo]
 
@@ -223,7 +223,6 @@ class Artifact:
 
         A set that was built for another machine or PyTorch is an error, never a reason to take a slower one silently.
         """
-        device = device.split(":")[0]  # cuda:1 runs what was built for cuda
         found = [
             s
             for s in self.programs()
@@ -276,7 +275,8 @@ def write_manifest(folder: str | os.PathLike[str], manifest: Manifest) -> Manife
 def host_capability(device: str = "cpu") -> str:
     """The instruction set that machine code for `device` may use here."""
     if device == "cpu":
-        return torch.backends.cpu.get_cpu_capability()
+        # AMX has no level of its own there, but code that uses it dies where it is missing
+        return torch.backends.cpu.get_cpu_capability() + ("+AMX" if torch.cpu._is_amx_tile_supported() else "")
     if not torch.cuda.is_available():
         return "no CUDA device"
     major, minor = torch.cuda.get_device_capability()

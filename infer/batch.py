@@ -71,10 +71,17 @@ def token_rectangle(rows: Sequence[Row], spans: Sequence[range], width: int, dev
     return torch.tensor(ids, device=device)
 
 
+def cut(span: range, limit: int | None) -> list[range]:
+    """`span` in pieces of at most `limit` positions; an empty one has no pieces."""
+    if limit is None or len(span) <= limit:
+        return [span] if span else []
+    return [span[start : start + limit] for start in range(0, len(span), limit)]
+
+
 def split_by_size(spans: Sequence[range], limit: int | None) -> list[range]:
     """Cut the rows of a call into runs [start, stop) whose rectangles hold at most `limit` cells; None is no limit.
 
-    A single row wider than the limit stands alone: only prefill is so wide, and it is cut the same way in every run.
+    No span may be longer than the limit (`cut`).
     """
     if limit is None:
         return [range(len(spans))]

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         return args.run(args)
-    except ValueError as error:
+    except (ValueError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -48,14 +48,16 @@ def _parser() -> argparse.ArgumentParser:
     generate.set_defaults(run=_generate)
     bench = commands.add_parser("bench", help="compare strategies in one run, as ratios to plain decoding")
     _add_engine_options(bench)
-    bench.add_argument("--prompts", "--data-dir", type=Path, required=True, help="prompt file, or a folder of .jsonl")
-    bench.add_argument("--num-prompts", type=int, help="take this many, spread evenly over the file")
-    bench.add_argument("--strategies", default="autoregressive,layerskip,hispec", help="comma-separated")
-    bench.add_argument("--batch-sizes", default="1", help="comma-separated, e.g. 1,8")
+    _add_prompt_options(bench)
     bench.add_argument("--peers", default="", help="comma-separated: transformers")
     bench.add_argument("--peer-model", help="the base model for peers: a folder or hub id")
     bench.add_argument("--output", type=Path, help="write all figures to this JSON file")
     bench.set_defaults(run=_bench)
+    check = commands.add_parser("check", help="show that every strategy gives plain decoding's tokens on your prompts")
+    _add_engine_options(check)
+    _add_prompt_options(check)
+    check.add_argument("--peer-model", help="compare with Hugging Face's greedy texts too: its folder or hub id")
+    check.set_defaults(run=_check)
     inspect = commands.add_parser("inspect", help="what an artifact holds, and what its parity checks found")
     inspect.add_argument("artifact")
     inspect.set_defaults(run=_inspect)
@@ -80,6 +82,13 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--inner-rounds", type=int, default=4, help="R, early verifications per target call (default 4)"
     )
     parser.add_argument("--max-num-seqs", type=int, default=16, help="most prompts at once (default 16)")
+
+
+def _add_prompt_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompts", "--data-dir", type=Path, required=True, help="prompt file, or a folder of .jsonl")
+    parser.add_argument("--num-prompts", type=int, help="take this many, spread evenly over the file")
+    parser.add_argument("--strategies", default="autoregressive,layerskip,hispec", help="comma-separated")
+    parser.add_argument("--batch-sizes", default="1", help="comma-separated, e.g. 1,8")
 
 
 def _policy(args: argparse.Namespace) -> Policy:
@@ -132,8 +141,11 @@ def _generate(args: argparse.Namespace) -> int:
     if not rows:
         raise ValueError("nothing to complete: give --prompt TEXT or --prompts FILE")
     params = _params(args)
+    _check_output(args.output)
+    if args.check:
+        _need_seed(params, "--check")
     if args.strategy == "auto":
-        print("no plan in the artifact: decoding plainly; give --strategy hispec to speculate", file=sys.stderr)
+        print("decoding plainly; give --strategy hispec to speculate", file=sys.stderr)
     llm = _load(args, args.strategy)
     prompts: list[Any] = [_token_ids(llm, row, args.raw) for row in rows]
     if len(rows) == 1 and args.output is None:
@@ -142,7 +154,7 @@ def _generate(args: argparse.Namespace) -> int:
         outputs = llm.generate(prompts, params)
         _write(rows, outputs, args.output)
     print(_acceptance_line(outputs), file=sys.stderr)
-    return _check(llm, prompts, params, outputs) if args.check else 0
+    return _compare(llm, prompts, params, outputs) if args.check else 0
 
 
 def _stream(llm: LLM, prompt: list[int], params: SamplingParams) -> Any:
@@ -185,11 +197,8 @@ def _acceptance_line(outputs: list[Any]) -> str:
     return f"{num_tokens} tokens; mean acceptance length: {', '.join(parts) or 'nothing drafted'}"
 
 
-def _check(llm: LLM, prompts: list[Any], params: SamplingParams, outputs: list[Any]) -> int:
+def _compare(llm: LLM, prompts: list[Any], params: SamplingParams, outputs: list[Any]) -> int:
     """Decode again without speculation; exit code 1 when any token differs."""
-    seeds_differ = not params.is_greedy and params.seed is None
-    if seeds_differ:
-        raise ValueError("--check compares sampled text only under --seed: without one every run draws its own")
     llm.use("autoregressive")
     plain = llm.generate(prompts, params)
     same = sum(a.outputs[0].token_ids == b.outputs[0].token_ids for a, b in zip(outputs, plain, strict=True))
@@ -197,28 +206,88 @@ def _check(llm: LLM, prompts: list[Any], params: SamplingParams, outputs: list[A
     return 0 if same == len(prompts) else 1
 
 
+def _check_output(path: Path | None) -> None:
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise ValueError(f"--output {path}: name a file in a folder that exists")
+
+
+def _need_seed(params: SamplingParams, flag: str) -> None:
+    if not params.is_greedy and params.seed is None:
+        raise ValueError(f"{flag} compares sampled text only under --seed: without one every run draws its own")
+
+
+def _check(args: argparse.Namespace) -> int:
+    """Exit code 1 when any text differs from plain decoding's by more than a tie."""
+    from infer.artifact import Artifact
+    from infer.check import check, target_error
+    from infer.peers import TransformersPeer
+    from infer.report import print_comparison
+
+    names, sizes = args.strategies.split(","), _batch_sizes(args)
+    params, policy = _params(args), _policy(args)
+    _need_seed(params, "check")
+    if args.peer_model and not params.is_greedy:
+        raise ValueError("--peer-model compares greedy texts: leave --temperature out")
+    rows = _prompt_rows(args)
+    llm = _load(args, "autoregressive")
+    for name in names:
+        llm.use(name, policy)  # refuses unknown names before any work
+    prompts = [_token_ids(llm, row, raw=False) for row in rows]
+    error = target_error(Artifact.open(args.artifact), llm.build)
+    peer = TransformersPeer(args.peer_model, llm.dtype, args.device) if args.peer_model else None
+    try:
+        results = check(
+            llm, prompts, params, strategies=names, batch_sizes=sizes, policy=policy, peer=peer,
+            max_logit_error=error, on_result=print_comparison,
+        )  # fmt: skip
+    finally:
+        if peer is not None:
+            peer.close()
+    return 0 if all(result.is_lossless for result in results) else 1
+
+
+def _prompt_rows(args: argparse.Namespace) -> list[PromptRow]:
+    from infer.prompts import read_prompts
+
+    rows = read_prompts(args.prompts)
+    if args.num_prompts is None or args.num_prompts >= len(rows):
+        return rows
+    if args.num_prompts < 1:
+        raise ValueError(f"--num-prompts={args.num_prompts} must be at least 1")
+    step = len(rows) / args.num_prompts
+    return [rows[int(i * step)] for i in range(args.num_prompts)]
+
+
+def _batch_sizes(args: argparse.Namespace) -> list[int]:
+    try:
+        sizes = [int(size) for size in args.batch_sizes.split(",")]
+    except ValueError:
+        raise ValueError(f"--batch-sizes={args.batch_sizes!r} must be whole numbers, e.g. 1,8") from None
+    if min(sizes) < 1 or max(sizes) > args.max_num_seqs:
+        raise ValueError(f"--batch-sizes={args.batch_sizes} must lie between 1 and --max-num-seqs={args.max_num_seqs}")
+    return sizes
+
+
 def _bench(args: argparse.Namespace) -> int:
     from infer import bench
     from infer.llm import check_device
     from infer.peers import PEERS, TransformersPeer
-    from infer.prompts import read_prompts
     from infer.report import print_bench
 
     names = args.strategies.split(",")
-    sizes = [int(size) for size in args.batch_sizes.split(",")]
+    sizes = _batch_sizes(args)
     peers = [peer for peer in args.peers.split(",") if peer]
     for peer_name in peers:
         if peer_name not in PEERS:
             raise ValueError(f"--peers: {peer_name!r} is not one of {', '.join(PEERS)}")
+    _check_output(args.output)
     if peers and not args.peer_model:
         raise ValueError("--peers needs --peer-model: the base model's folder or hub id")
-    if min(sizes) < 1 or max(sizes) > args.max_num_seqs:
-        raise ValueError(f"--batch-sizes={args.batch_sizes} must lie between 1 and --max-num-seqs={args.max_num_seqs}")
-    rows = read_prompts(args.prompts)
-    if args.num_prompts is not None and args.num_prompts < len(rows):
-        step = len(rows) / args.num_prompts
-        rows = [rows[int(i * step)] for i in range(args.num_prompts)]
+    rows = _prompt_rows(args)
     params, policy = _params(args), _policy(args)
+    _need_seed(params, "bench")
+    if peers and (not params.is_greedy or params.ignore_eos or params.stop):
+        raise ValueError("--peers decode greedily to their own end: leave out --temperature, --ignore-eos and --stop")
     check_device(args.device)
     machine = bench.describe_machine(args.device)
     if machine.load_average > 0.3:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -35,8 +36,8 @@ class LLM:
 
     Args:
         artifact: folder that `python -m export` wrote.
-        strategy: `autoregressive`, `layerskip` or `hispec`; `auto` takes the artifact's plan, and without one is
-            `autoregressive`.
+        strategy: `autoregressive`, `layerskip` or `hispec`; `auto` is `autoregressive`, the one that
+            is never slower than it.
         backend: `inductor`, `eager`, or `auto` for the fastest that the artifact holds.
         dtype: `float32` or `bfloat16`, as exported; None takes the artifact's first.
         device: `cpu` or `cuda`, as exported.
@@ -68,7 +69,7 @@ class LLM:
         seed: int | None = None,
     ) -> None:
         policy = Policy(num_draft_tokens=num_draft_tokens, window=window, inner_rounds=inner_rounds)
-        strategy = "autoregressive" if strategy == "auto" else strategy  # no plan yet: see the notice of the CLI
+        strategy = "autoregressive" if strategy == "auto" else strategy
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs={max_num_seqs} must be at least 1")
         if not 0 < gpu_memory_utilization <= 1:
@@ -76,11 +77,22 @@ class LLM:
         check_device(device)
         opened = Artifact.open(artifact)
         self.manifest: Manifest = opened.manifest
+        if max_num_seqs > self.manifest.limits.max_batch:
+            raise ValueError(
+                f"max_num_seqs={max_num_seqs}: the artifact allows at most {self.manifest.limits.max_batch}"
+            )
         stages = stages_of(strategy, policy, self.manifest)
         chosen = opened.select(backend, dtype, device)
         self.build = chosen.build
         self.backend, self.dtype = chosen.build.backend, chosen.build.dtype
         torch_dtype = getattr(torch, self.dtype)
+        if device == "cpu" and chosen.build.num_threads != torch.get_num_threads():
+            warnings.warn(
+                f"{chosen.build.folder_name} was measured with {chosen.build.num_threads} threads and runs with "
+                f"{torch.get_num_threads()}: identity of the last bits is not proved there; call "
+                f"torch.set_num_threads({chosen.build.num_threads}), or export again",
+                stacklevel=2,
+            )
         self.tokenizer = load_tokenizer(opened.path)
         vocab_file = opened.path / "draft_vocab.safetensors"
         programs = backends.load(opened, chosen)
@@ -111,7 +123,8 @@ class LLM:
             ValueError: unknown strategy, or numbers that the artifact does not allow.
         """
         stages = stages_of(strategy, policy or Policy(), self.manifest)
-        assert not self.engine.has_unfinished, "requests are running"
+        if self.engine.has_unfinished:
+            raise ValueError("requests are running: finish or close their stream before choosing another strategy")
         self.engine.round, self.strategy = Round(self.engine.runner, stages), strategy
 
     @property

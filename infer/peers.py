@@ -27,8 +27,7 @@ class TransformersPeer:
     def __init__(self, model: str, dtype: str, device: str) -> None:
         command = [sys.executable, "-m", "infer.peers", "--model", model, "--dtype", dtype, "--device", device]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        if self._read().get("ready") is not True:
-            raise ValueError(f"the transformers peer could not load {model!r}; see its message above")
+        self._read()  # that it is ready
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> tuple[list[list[int]], float]:
         """Token ids after each prompt, and the seconds that took."""
@@ -38,10 +37,20 @@ class TransformersPeer:
         reply = self._read()
         return reply["token_ids"], reply["seconds"]
 
+    def top_two(self, prompt: Sequence[int]) -> tuple[float, float]:
+        """After `prompt`: how far the two largest logits lie apart, and the largest magnitude of all."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"top_two": list(prompt)}) + "\n")
+        self._process.stdin.flush()
+        reply = self._read()
+        return reply["gap"], reply["largest"]
+
     def _read(self) -> dict:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
-        return json.loads(line) if line else {}
+        if not line:
+            raise ValueError("the transformers peer ended before its answer; its own message stands above")
+        return json.loads(line)
 
     def close(self) -> None:
         """End the process; it leaves when its input closes."""
@@ -68,6 +77,12 @@ def main() -> None:
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
+        if "top_two" in request:
+            with torch.inference_mode():
+                logits = model(torch.tensor([request["top_two"]], device=args.device)).logits[0, -1].float()
+            first, second = logits.topk(2).values.tolist()
+            print(json.dumps({"gap": first - second, "largest": float(logits.abs().max())}), flush=True)
+            continue
         prompts = request["prompts"]
         longest = max(len(p) for p in prompts)
         ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=args.device)

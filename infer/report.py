@@ -11,6 +11,7 @@ from rich.table import Table
 
 from infer.artifact import Artifact
 from infer.bench import Machine
+from infer.check import Comparison
 from infer.llm import LLM
 
 
@@ -53,6 +54,16 @@ def print_bench(
         )
 
 
+def print_comparison(result: Comparison) -> None:
+    """One line, and one more for each text that differs."""
+    num_equal = result.num_prompts - len(result.differences)
+    print(f"{result.name:15} batch {result.batch_size}: {num_equal} of {result.num_prompts} texts identical to plain "
+          f"decoding at batch 1 ({result.num_tokens} tokens)", flush=True)  # fmt: skip
+    for d in result.differences:
+        verdict = "" if d.gap is None else f": top-2 gap {d.gap:.1e}, allowed {d.allowed:.1e}"
+        print(f"    prompt {d.prompt} differs from its token {d.position} on{verdict}{' (a tie)' if d.is_tie else ''}")
+
+
 def print_artifact(artifact: Artifact) -> None:
     """Base, tiers, programs and the parity report."""
     console, manifest = Console(width=110), artifact.manifest
@@ -66,10 +77,10 @@ def print_artifact(artifact: Artifact) -> None:
         size = exit_.vocab_size or base.vocab_size
         tiers.add_row(tier.name, f"{tier.start}–{tier.stop}", exit_.head, str(size))
     console.print(tiers)
-    programs = Table("programs", "torch", "processor", "threads", "bitwise range of the trunks")
+    programs = Table("programs", "torch", "processor", "threads", "bitwise ranges")
     for program_set in artifact.programs():
         build = program_set.build
-        ranges = {str(info.bitwise_range) for name, info in build.programs.items() if name.endswith(".trunk")}
+        ranges = {str(info.bitwise_range) for info in build.programs.values()}
         programs.add_row(
             build.folder_name,
             build.torch_version,

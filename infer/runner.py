@@ -1,7 +1,8 @@
 """Runs the tiers' programs over rows: the one place where tensors meet the artifact's programs.
 
-Owns the KV pages and the hidden states that wait between tiers; moves the rows' cursors; keeps every call inside the
-range in which a token's results have the same bits. Decides nothing about what to draft or accept.
+Owns the KV pages and the hidden states that wait between tiers; moves the rows' cursors; keeps every call of decoding
+inside the range in which a token's results have the same bits (prefill has chunks of its own). Decides nothing about
+what to draft or accept.
 """
 
 # Shape legend: B rows, T query positions, D hidden, E exit size, V vocabulary, N tokens of all rows together
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from infer.artifact import Manifest, ProgramInfo
-from infer.batch import RING_SIZE, Query, make_query, split_by_size, token_rectangle
+from infer.batch import RING_SIZE, Query, cut, make_query, split_by_size, token_rectangle
 from infer.row import Row
 
 Program = Callable[..., Tensor]
@@ -169,10 +170,18 @@ class Runner:
     def _parts(
         self, rows: Sequence[Row], starts: list[int], bitwise_range: Range
     ) -> list[tuple[list[Row], list[range]]]:
-        """Rows that have positions to compute, in runs whose rectangles stay within the program's bitwise range."""
-        todo = [(row, range(start, len(row))) for row, start in zip(rows, starts, strict=True) if start < len(row)]
-        spans = [span for _, span in todo]
+        """Rows that have positions to compute, in runs whose rectangles stay within the program's bitwise range.
+
+        A span longer than the range is cut into pieces, each of which stands as a row of its own: keys are written
+        before they are read, so that pieces in one call or in successive ones give the same.
+        """
         limit = bitwise_range[1] if bitwise_range else None
+        todo = [
+            (row, piece)
+            for row, start in zip(rows, starts, strict=True)
+            for piece in cut(range(start, len(row)), limit)
+        ]
+        spans = [span for _, span in todo]
         return [([todo[i][0] for i in run], [spans[i] for i in run]) for run in split_by_size(spans, limit)]
 
     def _query(self, rows: list[Row], spans: list[range]) -> Query:

@@ -56,9 +56,10 @@ def stages_of(strategy: str, policy: Policy, manifest: Manifest) -> list[Stage]:
     # the last committed one.
     longest = gamma + 1 if strategy == "layerskip" else policy.window + gamma + target - 1
     if longest > manifest.limits.max_query_len:
+        numbers = f"num_draft_tokens={gamma}" + ("" if strategy == "layerskip" else f", window={policy.window}")
         raise ValueError(
-            f"num_draft_tokens={gamma}, window={policy.window} make a query of {longest} tokens, the artifact was "
-            f"checked up to {manifest.limits.max_query_len}: lower them, or export with a larger --max-query-len"
+            f"{numbers} make a query of {longest} tokens, the artifact was checked up to "
+            f"{manifest.limits.max_query_len}: choose lower numbers"
         )
     draft = Stage(tier=0, repeats=gamma, window=longest)
     if strategy == "layerskip":

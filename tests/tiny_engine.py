@@ -62,7 +62,7 @@ def make_model(family: str = "llama", exits: Sequence[ExitConfig] | None = None,
         ExitConfig(name="draft", layer=2, head="layer"),
         ExitConfig(name="intermediate", layer=4, head="native"),
     )
-    return EarlyExitModel(base, list(chosen)).eval().to(DEVICE)
+    return EarlyExitModel(base, list(chosen)).eval().place(DEVICE)
 
 
 def make_manifest(model: EarlyExitModel, prefill_chunk: int = 8, max_model_len: int = 128) -> Manifest:

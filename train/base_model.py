@@ -76,6 +76,13 @@ def base_fingerprint(model: PreTrainedModel) -> dict[str, str | None]:
     }
 
 
+def ending_ids(config: Any, generation_config: Any | None) -> list[int]:
+    """The ids that end a text: the generation config's, which the user may have changed, before the config's."""
+    eos = None if generation_config is None else generation_config.eos_token_id
+    eos = getattr(config, "eos_token_id", None) if eos is None else eos
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+
+
 def _is_path(name: str, folder: Path) -> bool:
     """A hub id has at most one slash and begins with neither of `.`, `/`, `~`."""
     return folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1

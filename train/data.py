@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
-from train.base_model import load_tokenizer, resolve_base
+from train.base_model import ending_ids, load_tokenizer, resolve_base
 from train.chat import Encoded, encode_messages, encode_text
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -74,6 +74,8 @@ def read_rows(path: Path) -> Iterator[Row]:
         raise ValueError(f"{path}: not UTF-8 at byte {error.start}; convert it first") from error
     if path.suffix == ".json":
         contents = _parse(text)
+        if isinstance(contents, ValueError):
+            raise ValueError(f"{path}: not valid JSON: {contents}")
         if not isinstance(contents, list):
             raise ValueError(f"{path}: expected one JSON list of rows; for one row a line call it .jsonl")
         yield from (Row(path, n, c) for n, c in enumerate(contents, 1))
@@ -283,11 +285,10 @@ def make_encoder(base: str, revision: str | None = None) -> Encoder:
     tokenizer = load_tokenizer(base, revision)  # first: it explains a base that can't be found
     source, revision = resolve_base(base), revision or "main"
     config = AutoConfig.from_pretrained(source, revision=revision)
-    eos = config.eos_token_id
+    generation_config = None
     with suppress(OSError):  # a base without generation_config.json
-        eos = GenerationConfig.from_pretrained(source, revision=revision).eos_token_id or eos
-    ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-    return Encoder(tokenizer, ids, config.vocab_size)
+        generation_config = GenerationConfig.from_pretrained(source, revision=revision)
+    return Encoder(tokenizer, ending_ids(config, generation_config), config.vocab_size)
 
 
 def _paths(files: str | list[str] | None) -> list[Path]:

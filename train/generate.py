@@ -85,8 +85,7 @@ class Author:
         import torch
         from transformers.utils import logging
 
-        from train.base_model import load_base
-        from train.model import eos_token_ids
+        from train.base_model import ending_ids, load_base
 
         self.torch = torch
         self.options = options
@@ -97,7 +96,7 @@ class Author:
         # After the prompt, HF unembeds a strided slice: on CPU that copies the matrix for each row (5 s at B = 32)
         self.model.get_output_embeddings().register_forward_pre_hook(lambda _, args: (args[0].contiguous(),))
         logging.set_verbosity_error()  # generate repeats its advice at every call
-        self.eos_token_ids = eos_token_ids(self.model)
+        self.eos_token_ids = ending_ids(self.model.config, self.model.generation_config)
         self.has_template = self.tokenizer.chat_template is not None
 
     def continue_ids(

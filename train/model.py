@@ -15,25 +15,18 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from train.base_model import base_fingerprint
+from train.base_model import base_fingerprint, ending_ids
 from train.family import DENSE_ATTENTION, Family
 from train.heads import ExitConfig, ExitHead, check_draft_vocab, check_exits, exit_configs
 
 FORMAT_VERSION = 1
-
-
-def eos_token_ids(base: PreTrainedModel) -> list[int]:
-    """The ids that end a text of `base`."""
-    eos = base.generation_config.eos_token_id if base.generation_config else None
-    eos = base.config.eos_token_id if eos is None else eos
-    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
 
 class ExitOutputs(NamedTuple):
@@ -74,7 +67,15 @@ class EarlyExitModel(nn.Module):
 
     @property
     def eos_token_ids(self) -> list[int]:
-        return eos_token_ids(self.base)
+        return ending_ids(self.base.config, self.base.generation_config)
+
+    def place(self, device: torch.device | str) -> Self:
+        """Move everything: `to` reaches the heads alone, as the base is no child."""
+        self.to(device)
+        self.base.to(device)
+        for name, ids in self.draft_vocabs.items():
+            self.set_draft_vocab(name, ids)
+        return self
 
     def set_draft_vocab(self, name: str, ids: Tensor) -> None:
         check_draft_vocab(name, ids, self.family.vocab_size, self.eos_token_ids)
@@ -128,6 +129,7 @@ class EarlyExitModel(nn.Module):
         folder = Path(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+        temporary.chmod(0o755)  # mkdtemp's private mode would shut other users out
         save_file(
             {k: v.detach().cpu().contiguous() for k, v in self.heads.state_dict().items()},
             temporary / "heads.safetensors",
@@ -177,7 +179,10 @@ def read_heads_record(folder: Path) -> dict:
     for name in ("exits.json", "heads.safetensors"):
         if not (folder / name).is_file():
             raise ValueError(f"{folder}: {name} is missing; give the folder heads/ that `python -m train fit` wrote")
-    record = json.loads((folder / "exits.json").read_text())
+    try:
+        record = json.loads((folder / "exits.json").read_text())
+    except ValueError as error:
+        raise ValueError(f"{folder}/exits.json: not valid JSON: {error}; train again") from error
     if record.get("format_version") != FORMAT_VERSION:
         raise ValueError(
             f"{folder}/exits.json: format_version {record.get('format_version')!r}, this code reads {FORMAT_VERSION}"

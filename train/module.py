@@ -134,9 +134,7 @@ class EarlyExitModule(LightningModule):
 
     def _place_base(self) -> None:
         """The base is no child of this module, so Lightning doesn't move it."""
-        self.model.base.to(self.device)
-        for name, ids in self.model.draft_vocabs.items():
-            self.model.set_draft_vocab(name, ids)
+        self.model.place(self.device)
 
     def on_train_start(self) -> None:
         """After a resume the config's numbers hold, not those that the checkpoint stored."""

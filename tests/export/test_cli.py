@@ -66,7 +66,8 @@ def test_heads_of_a_checkpoint_export_with_their_vocabulary(base: Path, tmp_path
         (["--max-model-len", "100000"], "must lie between 2 and 512"),
         (["--prefill-chunk", "20"], "multiple of --block-size 16"),
         (["--workers", "0"], "at least 1"),
-        (["--autotune", "--workers", "2"], "use --workers 1"),
+        (["--autotune", "--workers", "2", "--dtype", "bfloat16", "--backend", "inductor"], "use --workers 1"),
+        (["--autotune"], "bfloat16 programs of inductor alone"),
     ],
 )
 def test_a_wrong_option_is_refused_before_any_work(

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infer.batch import RING_SIZE, make_query, split_by_size, token_rectangle
+from infer.batch import RING_SIZE, cut, make_query, split_by_size, token_rectangle
 from infer.params import SamplingParams
 from infer.row import Row
 
@@ -73,19 +73,26 @@ def test_flat_index_picks_the_cells_that_are_no_padding(call):
     assert query.is_full == (query.positions >= 0).all()
 
 
-@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12), limit=st.one_of(st.none(), st.integers(1, 30)))
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12), limit=st.one_of(st.none(), st.integers(9, 30)))
 def test_split_by_size_keeps_order_and_limit(lengths, limit):
     spans = [range(n) for n in lengths]
     runs = split_by_size(spans, limit)
     assert [i for run in runs for i in run] == list(range(len(spans)))
     for run in runs:
         cells = len(run) * max(lengths[i] for i in run)
-        assert limit is None or cells <= limit or len(run) == 1
+        assert limit is None or cells <= limit
     if limit is None:
         assert len(runs) == 1
 
 
-@given(lengths=st.lists(st.integers(1, 9), min_size=2, max_size=12), limit=st.integers(1, 30))
+@given(span=st.builds(range, st.integers(0, 50), st.integers(0, 90)), limit=st.one_of(st.none(), st.integers(1, 30)))
+def test_cut_keeps_every_position_in_order(span, limit):
+    pieces = cut(span, limit)
+    assert [p for piece in pieces for p in piece] == list(span)
+    assert all(0 < len(piece) <= (limit or len(span)) for piece in pieces)
+
+
+@given(lengths=st.lists(st.integers(1, 9), min_size=2, max_size=12), limit=st.integers(9, 30))
 def test_split_by_size_cuts_only_where_it_must(lengths, limit):
     runs = split_by_size([range(n) for n in lengths], limit)
     for run, after in pairwise(runs):

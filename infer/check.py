@@ -1,0 +1,117 @@
+"""Losslessness on the user's own prompts: every strategy and batch size against plain decoding of one row at a time.
+
+Against Hugging Face only what both compute alike can be expected equal: where two tokens' logits are nearer than the
+error that export measured, either is right, and the difference is reported as a tie.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from infer.artifact import Artifact, BuildInfo
+from infer.llm import LLM
+from infer.params import SamplingParams
+from infer.peers import TransformersPeer
+from infer.strategy import Policy
+
+PLAIN = "autoregressive"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first token at which a text leaves plain decoding's."""
+
+    prompt: int
+    position: int  # in the answer
+    gap: float | None = None  # between the two largest logits there, where a peer can tell
+    allowed: float | None = None  # how far the peer's logits and ours may lie apart
+
+    @property
+    def is_tie(self) -> bool:
+        return self.gap is not None and self.allowed is not None and self.gap <= self.allowed
+
+
+@dataclass(slots=True)
+class Comparison:
+    """One contender at one batch size."""
+
+    name: str
+    batch_size: int
+    num_prompts: int
+    num_tokens: int
+    differences: list[Difference] = field(default_factory=list)
+
+    @property
+    def is_lossless(self) -> bool:
+        return all(difference.is_tie for difference in self.differences)
+
+
+def check(
+    llm: LLM,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    *,
+    strategies: Sequence[str],
+    batch_sizes: Sequence[int],
+    policy: Policy,
+    peer: TransformersPeer | None = None,
+    max_logit_error: float = 0.0,
+    on_result: Callable[[Comparison], None] = lambda _: None,
+) -> list[Comparison]:
+    """Compare all of them.
+
+    Args:
+        params: greedy, or with a seed: without one every run would draw its own.
+        peer: Hugging Face's greedy texts are compared as well.
+        max_logit_error: of the artifact's target against the model, relative to the largest logit (parity.json).
+    """
+    assert params.is_greedy or params.seed is not None, params
+
+    def texts(strategy: str, batch_size: int) -> list[list[int]]:
+        llm.use(strategy, policy)
+        groups = [list(prompts[i : i + batch_size]) for i in range(0, len(prompts), batch_size)]
+        return [list(output.outputs[0].token_ids) for group in groups for output in llm.generate(group, params)]
+
+    plain = texts(PLAIN, 1)
+    results: list[Comparison] = []
+
+    def compare(name: str, batch_size: int, got: list[list[int]]) -> None:
+        result = Comparison(name, batch_size, len(prompts), sum(len(ids) for ids in got))
+        for number, (ids, expected) in enumerate(zip(got, plain, strict=True)):
+            if ids != expected:
+                result.differences.append(_difference(number, ids, expected, prompts, peer, max_logit_error))
+        results.append(result)
+        on_result(result)
+
+    for strategy in strategies:
+        for batch_size in batch_sizes:
+            if (strategy, batch_size) != (PLAIN, 1):
+                compare(strategy, batch_size, texts(strategy, batch_size))
+    if peer is not None:
+        assert params.is_greedy and params.max_tokens is not None, params
+        compare("transformers", 1, [peer.generate([prompt], params.max_tokens)[0][0] for prompt in prompts])
+    return results
+
+
+def target_error(artifact: Artifact, build: BuildInfo) -> float:
+    """What export measured of these programs: the target's largest error, relative to the largest logit."""
+    report = json.loads((artifact.path / "parity.json").read_text())["programs"][build.folder_name]
+    target = artifact.manifest.tiers[-1].name
+    return max(tier["max_error"] for tier in report if tier["tier"] == target)
+
+
+def _difference(
+    number: int,
+    got: list[int],
+    expected: list[int],
+    prompts: Sequence[Sequence[int]],
+    peer: TransformersPeer | None,
+    max_logit_error: float,
+) -> Difference:
+    shared = next((i for i, (a, b) in enumerate(zip(got, expected)) if a != b), min(len(got), len(expected)))
+    if peer is None:
+        return Difference(number, shared)
+    gap, largest = peer.top_two([*prompts[number], *expected[:shared]])
+    return Difference(number, shared, gap, max_logit_error * largest)

@@ -1,0 +1,99 @@
+"""`infer check`: what it calls equal, and what it does not."""
+
+from pathlib import Path
+
+import pytest
+
+from infer import hispec
+from infer.check import Difference, check
+from infer.cli import main
+from infer.llm import LLM
+from infer.params import SamplingParams
+from infer.strategy import Policy
+from infer.verify import verify
+from tests.tiny_artifact import make_artifact
+
+PROMPTS = [[5, 9, 3], [7, 8, 9, 10, 11], [20, 21]]
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
+class Peer:
+    """Answers as plain decoding does, but for one token of prompt 1."""
+
+    def __init__(self, texts: list[list[int]], gap: float) -> None:
+        self.texts = {tuple(p): list(t) for p, t in zip(PROMPTS, texts, strict=True)}
+        self.texts[tuple(PROMPTS[1])][3] += 1
+        self.gap, self.asked = gap, []
+
+    def generate(self, prompts, max_tokens):
+        return [self.texts[tuple(p)] for p in prompts], 0.1
+
+    def top_two(self, prompt):
+        self.asked.append(list(prompt))
+        return self.gap, 10.0
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_artifact(tmp_path_factory.mktemp("check") / "artifact")
+
+
+@pytest.fixture(scope="module")
+def llm(artifact: Path) -> LLM:
+    return LLM(artifact)
+
+
+def run(llm: LLM, **options):
+    names = ("autoregressive", "layerskip", "hispec")
+    return check(llm, PROMPTS, GREEDY, strategies=names, batch_sizes=(1, 3), policy=Policy(), **options)
+
+
+def test_every_strategy_and_batch_size_is_compared_with_plain_decoding(llm: LLM) -> None:
+    results = run(llm)
+    assert [(r.name, r.batch_size) for r in results] == [
+        ("autoregressive", 3), ("layerskip", 1), ("layerskip", 3), ("hispec", 1), ("hispec", 3)
+    ]  # fmt: skip
+    assert all(r.is_lossless and r.num_prompts == 3 and r.num_tokens > 0 for r in results)
+
+
+def test_a_verifier_that_lets_a_wrong_token_pass_is_found(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lenient(proposed, num_drafted, picks):
+        _, own = verify(proposed, num_drafted, picks)
+        return num_drafted.clone(), own  # keeps all that was drafted
+
+    monkeypatch.setattr(hispec, "verify", lenient)
+    results = {(r.name, r.batch_size): r for r in run(llm)}
+    assert results["autoregressive", 3].is_lossless
+    assert not results["layerskip", 1].is_lossless and not results["hispec", 3].is_lossless
+
+
+@pytest.mark.parametrize(("gap", "is_lossless"), [(0.009, True), (0.011, False)])
+def test_a_peers_difference_counts_as_equal_only_within_the_error(llm: LLM, gap: float, is_lossless: bool) -> None:
+    texts = [list(o.outputs[0].token_ids) for o in llm.generate(PROMPTS, GREEDY)]
+    peer = Peer(texts, gap)
+    theirs = run(llm, peer=peer, max_logit_error=1e-3)[-1]
+    assert theirs.name == "transformers" and theirs.is_lossless == is_lossless
+    assert theirs.differences == [Difference(1, 3, gap, 0.01)]
+    assert peer.asked == [[*PROMPTS[1], *texts[1][:3]]]
+
+
+def test_a_difference_without_a_peer_is_never_a_tie() -> None:
+    assert not Difference(0, 0).is_tie
+
+
+def test_command_prints_a_line_each_and_refuses_what_it_cannot_compare(artifact: Path, tmp_path: Path, capsys) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "Hello"}\n{"prompt": "the sea"}\n')
+    arguments = ["check", str(artifact), "--prompts", str(prompts), "--max-tokens", "6", "--batch-sizes", "1,2"]
+    assert main([*arguments, "--temperature", "0.8", "--seed", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 5 and all("2 of 2 texts identical" in line for line in lines)
+    for options, reason in (
+        (["--temperature", "0.8"], "only under --seed"),
+        (["--temperature", "0.8", "--seed", "1", "--peer-model", "x"], "leave --temperature out"),
+        (["--num-prompts", "0"], "--num-prompts=0"),
+        (["--batch-sizes", "1,x"], "whole numbers"),
+        (["--batch-sizes", "64"], "--max-num-seqs"),
+    ):
+        assert main([*arguments, *options]) == 2, options
+        assert reason in capsys.readouterr().err
