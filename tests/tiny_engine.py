@@ -154,16 +154,22 @@ class Tiny:
         return requests
 
 
-def hf_greedy(model: EarlyExitModel, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """The oracle: Hugging Face's own forward, one token at a time, without any cache."""
+def hf_logits(model: EarlyExitModel, ids: Sequence[int]) -> Tensor:
+    """[T, V]: Hugging Face's own forward, without any cache."""
     base = model.base
-    saved = base.config._attn_implementation
+    saved = base.config._attn_implementation  # shared with the programs, which would otherwise attend in another way
     base.config._attn_implementation = "eager"
-    ids = list(prompt)
     with torch.no_grad():
-        for _ in range(num_tokens):
-            ids.append(int(base(torch.tensor([ids], device=DEVICE), use_cache=False).logits[0, -1].argmax()))
+        logits = base(torch.tensor([list(ids)], device=DEVICE), use_cache=False).logits[0]
     base.config._attn_implementation = saved
+    return logits
+
+
+def hf_greedy(model: EarlyExitModel, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """The oracle: Hugging Face's own forward, one token at a time."""
+    ids = list(prompt)
+    for _ in range(num_tokens):
+        ids.append(int(hf_logits(model, ids)[-1].argmax()))
     return ids[len(prompt) :]
 
 
