@@ -9,14 +9,15 @@ os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 if TYPE_CHECKING:
     from infer.llm import LLM
-    from infer.output import CompletionOutput, RequestOutput
+    from infer.output import CompletionOutput, Logprob, RequestOutput
     from infer.params import SamplingParams
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
 
 _HOMES = {
     "LLM": "infer.llm",
     "CompletionOutput": "infer.output",
+    "Logprob": "infer.output",
     "RequestOutput": "infer.output",
     "SamplingParams": "infer.params",
 }

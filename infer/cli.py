@@ -70,9 +70,15 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", help="float32 or bfloat16; default: the artifact's first")
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda, as exported")
     parser.add_argument("--max-tokens", type=int, default=128, help="most new tokens per prompt (default 128)")
+    parser.add_argument("--min-tokens", type=int, default=0, help="tokens before the text may end")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--min-p", type=float, default=0.0, help="least share of the largest probability")
+    parser.add_argument("--presence-penalty", type=float, default=0.0, help="on tokens that were generated")
+    parser.add_argument("--frequency-penalty", type=float, default=0.0, help="for every time one was generated")
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, help="on tokens of the prompt and the text")
+    parser.add_argument("--bad-word", action="append", help="never generate this; may be given several times")
     parser.add_argument("--seed", type=int, help="makes sampling repeatable")
     parser.add_argument("--stop", action="append", help="end at this text; may be given several times")
     parser.add_argument("--ignore-eos", action="store_true")
@@ -105,7 +111,13 @@ def _params(args: argparse.Namespace) -> SamplingParams:
         top_p=args.top_p,
         top_k=args.top_k,
         seed=args.seed,
+        min_p=args.min_p,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
+        repetition_penalty=args.repetition_penalty,
+        bad_words=args.bad_word,
         max_tokens=args.max_tokens,
+        min_tokens=args.min_tokens,
         stop=args.stop,
         ignore_eos=args.ignore_eos,
     )

@@ -11,6 +11,7 @@ So what `take` and `finish` return, joined, is the final `text`, whatever the pa
 from typing import Protocol
 
 from infer.params import SamplingParams
+from infer.tokenizer import NoTokenizer
 
 _HALF_A_CHARACTER = "\ufffd"  # what tokenizers decode an incomplete UTF-8 sequence to
 
@@ -25,8 +26,9 @@ class Detokenizer:
     def __init__(self, tokenizer: TokenDecoder, params: SamplingParams) -> None:
         self.text = ""
         self.stop_string: str | None = None  # the stop string that was hit
-        self._tokenizer = tokenizer
+        self._tokenizer = tokenizer if params.detokenize else NoTokenizer()
         self._params = params
+        self._num_pushed = 0
         self._stops = tuple(params.stop or ())
         self._num_taken = 0  # characters of text
         # [0, num_read) are in text already and give the decoder its left context; [num_read, len) are not
@@ -36,6 +38,9 @@ class Detokenizer:
     def push(self, token_id: int) -> bool:
         """Add a token. True if it completed a stop string: the text ends here, the token still counts as generated."""
         assert self.stop_string is None, f"token {token_id} pushed after stop string {self.stop_string!r}"
+        self._num_pushed += 1
+        if not self._params.detokenize:
+            return False
         self._window.append(token_id)
         new_text = self._unread_text()
         if not new_text or new_text.endswith(_HALF_A_CHARACTER):
@@ -58,6 +63,10 @@ class Detokenizer:
         new, self._num_taken = self.text[self._num_taken :], len(self.text)
         return new
 
+    def text_of(self, token_id: int) -> str | None:
+        """The text of a token by itself, special or not; it leaves no trace. None without detokenize."""
+        return self._tokenizer.decode([token_id], skip_special_tokens=False) if self._params.detokenize else None
+
     def _unread_text(self) -> str:
         # A token's text can depend on the token before it (a space, a split character), so a window is decoded with and
         # without the new tokens, and the difference is theirs. The window is a few tokens, never the whole text.
@@ -69,6 +78,8 @@ class Detokenizer:
         """Add text and cut it at the stop string that is complete first, the longest one if several end together."""
         num_old = len(self.text)
         self.text += new_text
+        if self._num_pushed <= self._params.min_tokens:  # as with stop tokens, the next one may be the first to end it
+            return False
         matches = []
         for stop in self._stops:
             start = self.text.find(stop, max(0, num_old - len(stop) + 1))  # earlier ones would have been found earlier

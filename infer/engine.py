@@ -70,7 +70,7 @@ class Engine:
             if row.is_broken:
                 request.commit(row.token_ids[start : row.num_committed - 1])
                 if not request.is_finished:
-                    request.abort("the target's logits are NaN")
+                    request.abort(row.failure or "")
             else:
                 request.commit(row.token_ids[start : row.num_committed])
             if request.is_finished:
@@ -93,6 +93,8 @@ class Engine:
                 num_stages=len(self.round.stages),
                 blocks=self.pool.allocate(needed),
                 ring=self._free_rings.pop(),
+                rules=request.rules,
+                scores=request.scores,
             )
             self.running.append(request)
             self.runner.prefill(request.row, self.round.judging_tiers)

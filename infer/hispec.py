@@ -17,11 +17,16 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from infer.logprobs import score
+from infer.processors import Processors
 from infer.row import Row
 from infer.runner import Runner
 from infer.sampler import PickParams, pick
 from infer.stats import TierStats
 from infer.verify import verify
+
+NAN_LOGITS = "the target's logits are NaN"
+NOTHING_ALLOWED = "allowed_token_ids, bad_words and min_tokens together leave no token to pick"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +44,17 @@ class Stage:
     window: int
 
 
+class _Batch:
+    """What follows from the rows that are judged together, kept as most often the same ones come again."""
+
+    def __init__(self, rows: Sequence[Row], device: torch.device) -> None:
+        self.rows = list(rows)
+        self.params = PickParams.of([r.params for r in rows], [r.seed for r in rows], [0] * len(rows), device)
+        self.has_rules = any(r.rules is not None for r in rows)
+        self.has_scores = any(r.scores is not None and r.scores.num_generated is not None for r in rows)
+        self.processors: dict[int, Processors] = {}  # by tier, as vocabularies differ
+
+
 class Round:
     """Runs outer rounds over a fixed list of stages, the target's last.
 
@@ -50,7 +66,7 @@ class Round:
         self.runner = runner
         self.stages = tuple(stages)
         self.stats = [TierStats() for _ in stages]
-        self._cached: tuple[list[Row], PickParams] | None = None
+        self._batch = _Batch((), runner.device)
 
     @property
     def judging_tiers(self) -> list[int]:
@@ -78,23 +94,60 @@ class Round:
 
     def _judge(self, rows: list[Row], level: int) -> None:
         """Score what is new to the stage's tier, accept what it would have picked itself, append its own token."""
-        stage = self.stages[level]
-        starts = [row.cursors[stage.tier] for row in rows]  # each row's proposals begin one position further
-        logits = self.runner.score(rows, stage.tier)  # [N, V]
+        tier = self.stages[level].tier
+        starts = [row.cursors[tier] for row in rows]  # each row's proposals begin one position further
+        logits = self.runner.score(rows, tier)  # [N, V]
         counts = [len(row) - start for row, start in zip(rows, starts, strict=True)]
-        picks = pick(logits, self._pick_params(rows, starts, counts), self.runner.vocabs[stage.tier])  # [N]
+        if self._batch.rows != rows:
+            self._batch = _Batch(rows, self.runner.device)
+        processed = self._processed(logits, starts, counts, tier) if self._batch.has_rules else logits
+        picks = pick(processed, self._pick_params(starts, counts), self.runner.vocabs[tier])  # [N]
         drafted = [row.token_ids[start + 1 :] for row, start in zip(rows, starts, strict=True)]
         num_accepted, own_tokens = self._verdict(drafted, picks, counts)
         is_target = level == len(self.stages) - 1
+        if min(own_tokens) < 0:
+            self._note_failures(logits, counts, num_accepted, own_tokens, is_target)
+        if is_target and self._batch.has_scores:
+            self._write_scores(logits, picks, counts, num_accepted, own_tokens)
         for row, start, proposed, accepted, own in zip(rows, starts, drafted, num_accepted, own_tokens, strict=True):
             row.truncate(start + 1 + accepted)
-            if own < 0:
-                row.has_nan = True
-                row.is_broken = row.is_broken or is_target
             row.append(max(own, 0))  # a lower exit's broken pick is just a bad guess
             if proposed:
                 self.stats[level].add(len(proposed), accepted)
                 row.stats[level].add(len(proposed), accepted)
+
+    def _processed(self, logits: Tensor, starts: list[int], counts: list[int], tier: int) -> Tensor:
+        """The logits after what the batch's rows ask for, given each row's own tokens before each position."""
+        batch = self._batch
+        if tier not in batch.processors:
+            rules = [row.rules for row in batch.rows]
+            vocab = self.runner.vocabs[tier]
+            batch.processors[tier] = Processors(rules, logits.shape[1], vocab, self.runner.device)
+        return batch.processors[tier].apply(logits, [row.token_ids for row in batch.rows], starts, counts)
+
+    def _note_failures(
+        self, logits: Tensor, counts: list[int], num_accepted: list[int], own_tokens: list[int], is_target: bool
+    ) -> None:
+        """Why a row has no own token: its logits are broken, or its own rules leave no id of this exit's."""
+        first = 0
+        for row, count, accepted, own in zip(self._batch.rows, counts, num_accepted, own_tokens, strict=True):
+            if own < 0:
+                is_nan = not bool(logits[first + accepted].max() > -torch.inf)
+                row.has_nan = row.has_nan or is_nan
+                if is_target:
+                    row.failure = NAN_LOGITS if is_nan else NOTHING_ALLOWED
+            first += count
+
+    def _write_scores(
+        self, logits: Tensor, picks: Tensor, counts: list[int], num_accepted: list[int], own_tokens: list[int]
+    ) -> None:
+        """Log probabilities of the tokens that are now committed, under the target's own logits, for rows that ask."""
+        first = 0
+        for row, count, accepted, own in zip(self._batch.rows, counts, num_accepted, own_tokens, strict=True):
+            if row.scores is not None and row.scores.num_generated is not None:
+                lines = slice(first, first + accepted + (own >= 0))
+                row.scores.generated += score(logits[lines], picks[lines], row.scores.num_generated)
+            first += count
 
     def _verdict(self, drafted: list[list[int]], picks: Tensor, counts: list[int]) -> tuple[list[int], list[int]]:
         widest = max(counts)
@@ -108,14 +161,9 @@ class Round:
         num_accepted, own_tokens = torch.stack(verdict).tolist()  # the round's host synchronisation
         return num_accepted, own_tokens
 
-    def _pick_params(self, rows: list[Row], starts: list[int], counts: list[int]) -> PickParams:
-        """The rows' sampling parameters, repeated for every position to be picked."""
-        if self._cached is None or self._cached[0] != rows:
-            params = PickParams.of(
-                [r.params for r in rows], [r.seed for r in rows], [0] * len(rows), self.runner.device
-            )
-            self._cached = (list(rows), params)
-        params = self._cached[1]
+    def _pick_params(self, starts: list[int], counts: list[int]) -> PickParams:
+        """The batch's sampling parameters, repeated for every position to be picked."""
+        params = self._batch.params
         if params.all_greedy:
             return params
         index = [b for b, count in enumerate(counts) for _ in range(count)]

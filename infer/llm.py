@@ -18,8 +18,10 @@ from infer.blocks import BlockPool
 from infer.detokenizer import Detokenizer
 from infer.engine import Engine
 from infer.hispec import Round
+from infer.logprobs import ScoreLog
 from infer.output import RequestOutput
 from infer.params import SamplingParams
+from infer.processors import Rules
 from infer.request import Request
 from infer.runner import Runner
 from infer.strategy import Policy, stages_of
@@ -208,6 +210,7 @@ class LLM:
 
     def _request(self, prompt: Prompt, params: SamplingParams, number: int) -> Request:
         text, ids = self._encode(prompt, number)
+        params.check_vocabulary(self.manifest.base.vocab_size)
         longest = self.manifest.limits.max_model_len
         if len(ids) >= longest:
             raise ValueError(
@@ -226,6 +229,8 @@ class LLM:
             stop_token_ids=eos | frozenset(params.stop_token_ids or ()),
             eos_token_ids=eos,
             detokenizer=Detokenizer(self.tokenizer, params),
+            rules=Rules.of(params, len(ids), self.manifest.eos_token_ids, self.tokenizer),
+            scores=ScoreLog.of(params.logprobs, params.prompt_logprobs),
             judge_names=self.judge_names,
         )
         self.engine.check_fits(request)

@@ -28,12 +28,23 @@ class RequestMetrics:
 
 
 @dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token in the model's own distribution, before temperature, penalties and filters."""
+
+    logprob: float
+    rank: int  # 1 is the most probable token of the vocabulary
+    decoded_token: str | None = None  # None without detokenize
+
+
+@dataclass(frozen=True, slots=True)
 class CompletionOutput:
     index: int
     text: str
     token_ids: tuple[int, ...]  # up to and including the token that ended the text
     finish_reason: FinishReason | None = None  # None while the request runs
     stop_reason: int | str | None = None  # the stop token id or stop string; None for EOS and other ends
+    cumulative_logprob: float | None = None  # of the tokens together; None if logprobs were not asked for
+    logprobs: list[dict[int, Logprob]] | None = None  # for each token: itself and the most probable ones, by id
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +55,4 @@ class RequestOutput:
     outputs: tuple[CompletionOutput, ...]
     finished: bool
     metrics: RequestMetrics = RequestMetrics()
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None for the first token, which nothing predicts

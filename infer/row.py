@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from infer.logprobs import ScoreLog
 from infer.params import SamplingParams
+from infer.processors import Rules
 from infer.stats import TierStats
 
 
@@ -29,6 +31,8 @@ class Row:
         num_stages: length of the list of stages, each of which counts what it accepts.
         blocks: the KV blocks it owns, enough for max_len positions.
         ring: its index in the hand-off rings, ≥ 1 (0 takes the padding).
+        rules: what is done to its logits; None leaves them alone.
+        scores: where the log probabilities that it asks for are written; None if it asks for none.
     """
 
     def __init__(
@@ -42,11 +46,15 @@ class Row:
         num_stages: int,
         blocks: list[int],
         ring: int,
+        rules: Rules | None = None,
+        scores: ScoreLog | None = None,
     ) -> None:
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.params = params
         self.seed = seed
+        self.rules = rules
+        self.scores = scores
         self.max_len = max_len
         self.block_table = blocks
         self.ring = ring
@@ -54,11 +62,15 @@ class Row:
         # A `layer` exit keeps KV of its own and so a cursor of its own, at most its tier's.
         self.exit_cursors = [0] * num_tiers
         self.stats = [TierStats() for _ in range(num_stages)]
-        self.is_broken = False  # the target's logits held NaN: this row alone fails
+        self.failure: str | None = None  # why the target can't go on: this row alone fails
         self.has_nan = False  # some judge's logits did, so its pages may
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def is_broken(self) -> bool:
+        return self.failure is not None
 
     @property
     def num_committed(self) -> int:

@@ -16,10 +16,13 @@ from torch import Tensor
 
 from infer.artifact import Manifest, ProgramInfo
 from infer.batch import RING_SIZE, Query, cut, make_query, split_by_size, token_rectangle
+from infer.logprobs import score
 from infer.row import Row
 
 Program = Callable[..., Tensor]
 Range = tuple[int, int] | None  # of tokens in a call
+
+_MAX_SCORED = 64  # prompt tokens whose logits, in float64, are held at once
 
 
 class Runner:
@@ -103,9 +106,24 @@ class Runner:
                 x = self._call(self._trunks[tier], x, query)
                 if tier in tiers_with_exit and self.exits[tier].has_kv:
                     self._call(self._exits[tier], x, query)
+            if row.scores is not None and row.scores.num_prompt is not None:
+                self._score_prompt(row, span, x.flatten(0, 1))
         done = len(row) - 1
         row.cursors = [done] * self.num_tiers
         row.exit_cursors = [done if tier in tiers_with_exit else 0 for tier in range(self.num_tiers)]
+
+    def _score_prompt(self, row: Row, span: range, hidden: Tensor) -> None:
+        """Write down the log probabilities of the tokens after `span`; hidden [T, D] is the last tier's there."""
+        assert row.scores is not None and row.scores.num_prompt is not None
+        token_ids = row.token_ids[span.start + 1 : min(span.stop + 1, row.num_prompt_tokens)]
+        if not token_ids or span.start != len(row.scores.prompt):
+            return  # computed once more: written down before
+        target = self.num_tiers - 1
+        program, bitwise_range, _ = self._exits[target]
+        ids = torch.tensor(token_ids, device=self.device).split(_MAX_SCORED)
+        for part, states in zip(ids, hidden[: len(token_ids)].split(_MAX_SCORED), strict=True):
+            logits = self._unembed(target, _in_chunks(program, states, bitwise_range))
+            row.scores.prompt += score(logits, part, row.scores.num_prompt)
 
     # ---- decoding ----
 

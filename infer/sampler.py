@@ -1,14 +1,15 @@
-"""Which token a tier picks: argmax over ids of (logit / temperature + noise), after top-k and top-p.
+"""Which token a tier picks: argmax over ids of (logit / temperature + noise), after min_p, top-k and top-p.
 
 The noise is keyed by (seed, choice, position, id) (`noise`), so two tiers that agree about the probabilities pick the
 same token, and the target's picks are the same tokens whatever was drafted. Greedy is the case without noise.
 Knows nothing of tiers, rows or drafting. A row's pick depends on that row alone.
 
     temperature   below GREEDY_BELOW: the most probable id, the first one on ties
+    min_p         after temperature: keeps every id whose probability is >= min_p times the largest
     top-k         keeps every id whose logit is >= the k-th largest (ties are kept)
-    top-p         after temperature and top-k: the smallest set {logit >= cutoff} that holds this mass (ties are kept)
+    top-p         after all these: the smallest set {logit >= cutoff} that holds this mass (ties are kept)
 
-Both filters are a cutoff on the logits, so the kept set cannot depend on how a sort orders equal values.
+All filters are a cutoff on the logits, so the kept set cannot depend on how a sort orders equal values.
 """
 
 from collections.abc import Sequence
@@ -35,12 +36,14 @@ class PickParams:
     temperature: Tensor  # [N] float64
     top_k: Tensor  # [N] int64, 0 is off
     top_p: Tensor  # [N] float64, 1 is off
+    min_p: Tensor  # [N] float64, 0 is off
     seed: Tensor  # [N] int64
     choice: Tensor  # [N] int64, which of a request's n completions
     position: Tensor  # [N] int64, that the picked token will have
     all_greedy: bool
     any_top_k: bool
     any_top_p: bool
+    any_min_p: bool
 
     @classmethod
     def of(
@@ -60,12 +63,14 @@ class PickParams:
             temperature=column([p.temperature for p in params], torch.float64),
             top_k=column([max(p.top_k, 0) for p in params], torch.int64),
             top_p=column([p.top_p for p in params], torch.float64),
+            min_p=column([p.min_p for p in params], torch.float64),
             seed=column(seeds, torch.int64),
             choice=column([0] * len(params), torch.int64),  # n > 1 is not supported
             position=column(positions, torch.int64),
             all_greedy=not sampled,
             any_top_k=any(p.top_k > 0 for p in sampled),
             any_top_p=any(p.top_p < 1 for p in sampled),
+            any_min_p=any(p.min_p > 0 for p in sampled),
         )
 
     def at(self, rows: Tensor, positions: Tensor) -> Self:
@@ -74,12 +79,14 @@ class PickParams:
             self.temperature[rows],
             self.top_k[rows],
             self.top_p[rows],
+            self.min_p[rows],
             self.seed[rows],
             self.choice[rows],
             positions,
             self.all_greedy,
             self.any_top_k,
             self.any_top_p,
+            self.any_min_p,
         )
 
     @property
@@ -114,7 +121,7 @@ def _scores(logits: Tensor, params: PickParams, ids: Tensor | None) -> Tensor:
     keys = stream_keys(params.seed, params.choice, params.position)  # [N]
     scale = _safe_temperature(params)  # [N, 1]
     is_noisy = ~params.is_greedy.unsqueeze(1)  # [N, 1]
-    if not (params.any_top_k or params.any_top_p):
+    if not (params.any_top_k or params.any_top_p or params.any_min_p):
         return logits.double() / scale + gumbel_of(keys.unsqueeze(1), ids) * is_noisy
     # Few ids are left: the noise, which costs most, is computed for these only.
     rows, columns = (logits >= cutoffs(logits, params)).nonzero(as_tuple=True)  # host synchronisation on CUDA
@@ -125,7 +132,7 @@ def _scores(logits: Tensor, params: PickParams, ids: Tensor | None) -> Tensor:
 
 
 def cutoffs(logits: Tensor, params: PickParams, num_candidates: int = NUM_CANDIDATES) -> Tensor:
-    """The smallest logit [N, 1] that top-k and top-p keep; -inf keeps all.
+    """The smallest logit [N, 1] that min_p, top-k and top-p keep; -inf keeps all.
 
     Looks at the `num_candidates` largest logits first and sorts whole rows only where these do not decide it.
     """
@@ -144,10 +151,12 @@ def _cutoffs_among(candidates: Tensor, logits: Tensor, params: PickParams) -> tu
     top_k = params.top_k.masked_fill(params.is_greedy, 1).unsqueeze(1)  # greedy is top-1 without noise
     cutoff = candidates.gather(1, (top_k - 1).clamp(0, last)).masked_fill(top_k == 0, _NO_CUTOFF)
     is_decided = top_k.squeeze(1) <= last + 1
+    scale = _safe_temperature(params)
+    if params.any_min_p:  # p >= min_p · max p, said of logits; a greedy row has its top-1
+        cutoff = torch.maximum(cutoff, candidates[:, :1].double() + scale * params.min_p.log().unsqueeze(1))
     if not params.any_top_p:
         return cutoff, is_decided
 
-    scale = _safe_temperature(params)
     kept = (logits.double() / scale).masked_fill(logits < cutoff, -torch.inf)
     mass = (candidates.double() / scale).masked_fill(candidates < cutoff, -torch.inf)
     mass = (mass - kept.logsumexp(dim=-1, keepdim=True)).exp().cumsum(dim=-1)  # [N, C] of candidates 0..c together

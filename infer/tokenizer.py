@@ -13,8 +13,10 @@ class NoTokenizer:
 
     chat_template = None
 
-    def __call__(self, text: str) -> Any:
-        raise ValueError("this artifact has no tokenizer: give prompts as token ids")
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> Any:
+        raise ValueError(
+            f"this artifact has no tokenizer to read {text!r}: give prompts as token ids, and no bad_words"
+        )
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         return ""

@@ -9,6 +9,7 @@ import functools
 import itertools
 import os
 import random
+import re
 from collections.abc import Callable, Sequence
 
 import torch
@@ -20,7 +21,9 @@ from infer.blocks import BlockPool
 from infer.detokenizer import Detokenizer
 from infer.engine import Engine
 from infer.hispec import Round
+from infer.logprobs import ScoreLog
 from infer.params import SamplingParams
+from infer.processors import Rules
 from infer.request import Request
 from infer.row import Row
 from infer.runner import Runner
@@ -49,7 +52,10 @@ Rig = Callable[[Row, int, int, Tensor], Tensor]
 
 
 class IdText:
-    """A tokenizer stand-in: id 5 is the text '<5>'."""
+    """A tokenizer stand-in: id 5 is the text '<5>', of which all but the number may be left out."""
+
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [int(number) for number in re.findall(r"\d+", text)]}
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         return "".join(f"<{i}>" for i in token_ids)
@@ -128,6 +134,8 @@ class Tiny:
             request_id=str(next(self._numbers)), prompt=None, prompt_token_ids=tuple(prompt), params=params,
             seed=seed, max_len=limit, stop_token_ids=eos_ids | frozenset(params.stop_token_ids or ()),
             eos_token_ids=eos_ids, detokenizer=Detokenizer(IdText(), params), judge_names=self._names,
+            rules=Rules.of(params, len(prompt), eos, IdText()),
+            scores=ScoreLog.of(params.logprobs, params.prompt_logprobs),
         )  # fmt: skip
 
     def drain(self) -> None:
@@ -154,16 +162,22 @@ class Tiny:
         return requests
 
 
-def hf_greedy(model: EarlyExitModel, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """The oracle: Hugging Face's own forward, one token at a time, without any cache."""
+def hf_logits(model: EarlyExitModel, ids: Sequence[int]) -> Tensor:
+    """[T, V]: Hugging Face's own forward, without any cache."""
     base = model.base
-    saved = base.config._attn_implementation
+    saved = base.config._attn_implementation  # shared with the programs, which would otherwise attend in another way
     base.config._attn_implementation = "eager"
-    ids = list(prompt)
     with torch.no_grad():
-        for _ in range(num_tokens):
-            ids.append(int(base(torch.tensor([ids], device=DEVICE), use_cache=False).logits[0, -1].argmax()))
+        logits = base(torch.tensor([list(ids)], device=DEVICE), use_cache=False).logits[0]
     base.config._attn_implementation = saved
+    return logits
+
+
+def hf_greedy(model: EarlyExitModel, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """The oracle: Hugging Face's own forward, one token at a time."""
+    ids = list(prompt)
+    for _ in range(num_tokens):
+        ids.append(int(hf_logits(model, ids)[-1].argmax()))
     return ids[len(prompt) :]
 
 
@@ -192,7 +206,9 @@ class Script:
         texts: dict[tuple[int, ...], list[int]],
         is_right: Callable[[int, int, int, int], bool],
         wrong: Sequence[int] = (1, 2, 3),
+        height: float = 10.0,
     ) -> None:
+        self._height = height  # of the chosen token's logit over the others
         self._texts, self._is_right, self._wrong = texts, is_right, wrong
         self._rounds: dict[int, list[int]] = {}  # id of a row → where its rounds began
 
@@ -205,7 +221,7 @@ class Script:
         token = text[position] if position < len(text) else 0
         if not self._is_right(list(self._texts).index(prompt), tier, offset, number):
             token = (token + self._wrong[tier]) % len(logits)
-        return torch.zeros_like(logits).index_fill_(0, torch.tensor([token], device=logits.device), 10.0)
+        return torch.zeros_like(logits).index_fill_(0, torch.tensor([token], device=logits.device), self._height)
 
 
 def texts_of(family: str, prompts: Sequence[tuple[int, ...]], num_tokens: int) -> dict[tuple[int, ...], list[int]]:

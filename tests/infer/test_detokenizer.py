@@ -104,6 +104,23 @@ def test_a_stop_string_can_be_kept(tokenizer):
     assert detokenizer.text == "Hello, world! The alphabet: ABCDEFGHIJ"
 
 
+def test_a_stop_string_within_the_first_min_tokens_does_not_count(tokenizer):
+    ids = encode(tokenizer, "a b a b a b")
+    _, first, num_first = stream(tokenizer, ids, stop="b")
+    _, later, num_later = stream(tokenizer, ids, stop="b", min_tokens=num_first)
+    assert (first.text, later.text) == ("a ", "a b a ")
+    assert num_later > num_first
+    _, never, _ = stream(tokenizer, ids, stop="b", min_tokens=len(ids), max_tokens=None)
+    assert never.text == "a b a b a b" and never.stop_string is None
+
+
+def test_without_detokenize_there_is_no_text(tokenizer):
+    ids = encode(tokenizer, TEXTS[0])
+    pieces, detokenizer, num_pushed = stream(tokenizer, ids, detokenize=False)
+    assert ("".join(pieces), num_pushed, detokenizer.text_of(ids[0])) == ("", len(ids), None)
+    assert Detokenizer(tokenizer, SamplingParams()).text_of(ids[0]) == tokenizer.decode(ids[:1])
+
+
 def test_the_beginning_of_a_stop_string_waits_and_is_released_when_it_goes_on_otherwise(tokenizer):
     detokenizer = Detokenizer(tokenizer, SamplingParams(stop="world?"))
     for token_id in encode(tokenizer, "Hello, world"):

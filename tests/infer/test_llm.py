@@ -88,6 +88,53 @@ def test_a_bad_prompt_is_refused_and_the_next_one_served(llm: LLM, prompt: objec
     assert llm.generate("Hello", GREEDY)[0].finished
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"logit_bias": {VOCAB_SIZE: 1.0}},
+        {"allowed_token_ids": [1, VOCAB_SIZE]},
+        {"stop_token_ids": [VOCAB_SIZE]},
+        {"logprobs": VOCAB_SIZE + 1},
+        {"prompt_logprobs": VOCAB_SIZE + 1},
+    ],
+    ids=str,
+)
+def test_ids_that_the_model_does_not_have_are_refused_before_any_work(llm: LLM, fields: dict) -> None:
+    good, bad = GREEDY, SamplingParams(max_tokens=4, **fields)
+    with pytest.raises(ValueError, match=next(iter(fields))):
+        llm.generate(["Hello", "world"], [good, bad])
+    assert not llm.engine.has_unfinished
+    assert llm.generate("Hello", GREEDY)[0].finished
+
+
+def test_bad_words_never_appear_and_the_text_is_plain_decodings(artifact: Path, llm: LLM) -> None:
+    words = [" river", "the", "Hello"]
+    params = SamplingParams(temperature=1.0, seed=2, max_tokens=30, bad_words=words, ignore_eos=True)
+    (output,) = llm.generate("Hello, world!", params)
+    bad = {llm.tokenizer(w, add_special_tokens=False)["input_ids"][-1] for w in words}
+    assert not bad & set(output.outputs[0].token_ids)
+    (plain,) = LLM(artifact, strategy="autoregressive").generate("Hello, world!", params)
+    assert plain.outputs[0].token_ids == output.outputs[0].token_ids
+
+
+def test_logprobs_carry_the_tokens_texts(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=2, prompt_logprobs=1)
+    (output,) = llm.generate("Hello, world!", params)
+    done = output.outputs[0]
+    for token_id, entry in zip(done.token_ids, done.logprobs, strict=True):
+        assert entry[token_id].rank == 1
+        assert all(one.decoded_token == llm.tokenizer.decode([i]) for i, one in entry.items())
+    assert output.prompt_logprobs[0] is None
+    assert [i in e for i, e in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)]
+
+
+def test_without_detokenize_tokens_come_without_text(llm: LLM) -> None:
+    (output,) = llm.generate("Hello", SamplingParams(temperature=0, max_tokens=12, detokenize=False, logprobs=0))
+    assert output.outputs[0].text == ""
+    assert output.outputs[0].token_ids == llm.generate("Hello", GREEDY)[0].outputs[0].token_ids
+    assert {one.decoded_token for entry in output.outputs[0].logprobs for one in entry.values()} == {None}
+
+
 def test_no_prompts_is_no_work(llm: LLM) -> None:
     assert llm.generate([], GREEDY) == []
 
@@ -191,6 +238,12 @@ def test_inspect_shows_tiers_and_parity(artifact: Path, capsys) -> None:
         ([], "nothing to complete"),
         (["--prompts", "missing.jsonl"], "no such file"),
         (["--prompt", "x", "--temperature", "-1"], "temperature"),
+        (["--prompt", "x", "--repetition-penalty", "0"], "repetition_penalty"),
+        (["--prompt", "x", "--min-p", "2"], "min_p"),
+        (["--prompt", "x", "--min-tokens", "-1"], "min_tokens"),
+        (["--prompt", "x", "--presence-penalty", "3"], "presence_penalty"),
+        (["--prompt", "x", "--frequency-penalty", "3"], "frequency_penalty"),
+        (["--prompt", "x", "--bad-word", " "], "bad_words"),
         (["--prompt", "x", "--strategy", "magic"], "magic"),
     ],
 )

@@ -21,6 +21,8 @@ def law(logits: list[float], params: SamplingParams) -> list[float]:
         kth = sorted(logits, reverse=True)[min(params.top_k, len(logits)) - 1]
         allowed = {i for i in allowed if logits[i] >= kth}
     top = max(logits)
+    if params.min_p > 0:
+        allowed = {i for i in allowed if logits[i] >= top + params.temperature * math.log(params.min_p)}
     mass = {i: math.exp((logits[i] - top) / params.temperature) for i in allowed}
     total = math.fsum(mass.values())
     for cutoff in sorted({logits[i] for i in allowed}, reverse=True):
@@ -51,10 +53,12 @@ SETTINGS = [
     SamplingParams(top_p=0.7),
     SamplingParams(top_p=0.5, temperature=1.5),
     SamplingParams(top_k=3, top_p=0.8),
+    SamplingParams(min_p=0.4),
+    SamplingParams(min_p=0.3, temperature=2.0, top_k=3, top_p=0.8),
 ]
 
 
-@pytest.mark.parametrize("params", SETTINGS, ids=lambda p: f"T{p.temperature}-k{p.top_k}-p{p.top_p}")
+@pytest.mark.parametrize("params", SETTINGS, ids=lambda p: f"T{p.temperature}-k{p.top_k}-p{p.top_p}-m{p.min_p}")
 def test_picks_follow_the_exact_law(params):
     num = 20_000
     expected = probabilities(LOGITS[None], of(params))[0]
@@ -69,12 +73,27 @@ def test_picks_follow_the_exact_law(params):
     st.sampled_from([0.0, 1e-9, 0.3, 1.0, 2.5]),
     st.integers(-1, 9),
     st.sampled_from([1e-9, 0.11, 0.37, 0.63, 0.9, 0.999999, 1.0]),
+    st.sampled_from([0.0, 1e-9, 0.02, 0.3, 0.99, 1.0]),
 )
 @settings(max_examples=300, deadline=None)
-def test_probabilities_equal_the_definition(logits, temperature, top_k, top_p):
-    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+def test_probabilities_equal_the_definition(logits, temperature, top_k, top_p, min_p):
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     got = probabilities(torch.tensor([logits], dtype=torch.float64), of(params))[0]
     torch.testing.assert_close(got, torch.tensor(law(logits, params), dtype=torch.float64), rtol=1e-12, atol=1e-12)
+
+
+def test_min_p_keeps_what_is_near_the_most_probable_after_temperature():
+    """p = .4, .35, .15, .1: the third is 0.375 of the first, at temperature 2 it is the root of that, 0.61."""
+    for temperature, min_p, num_kept in ((1.0, 0.37, 3), (1.0, 0.38, 2), (2.0, 0.6, 3), (2.0, 0.62, 2), (1.0, 1.0, 1)):
+        law_ = probabilities(LOGITS[None], of(SamplingParams(temperature=temperature, min_p=min_p)))[0]
+        assert int((law_ > 0).sum()) == num_kept
+
+
+def test_min_p_comes_before_top_p():
+    """min_p leaves .4 and .35, of which top_p = 0.5 keeps the first alone; by itself it would need both."""
+    both, alone = SamplingParams(min_p=0.5, top_p=0.5), SamplingParams(top_p=0.5)
+    law_ = probabilities(LOGITS.repeat(2, 1), of(both, alone))
+    assert (law_ > 0).sum(dim=1).tolist() == [1, 2]
 
 
 def test_temperature_and_top_k_have_their_effect():
@@ -129,6 +148,7 @@ def batches(draw):
         temperature=st.sampled_from([0, 1e-9, 0.4, 1.0, 3.0]),
         top_k=st.sampled_from([0, 1, 2, 5, 40]),
         top_p=st.sampled_from([1e-9, 0.3, 0.8, 1.0]),
+        min_p=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
     )
     rows = draw(st.lists(params, min_size=1, max_size=6))
     seeds = draw(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=len(rows), max_size=len(rows)))
