@@ -37,6 +37,15 @@ class BlockPool:
             self._is_free[block] = False
         return blocks
 
+    def grow(self, blocks: list[int], num: int) -> bool:
+        """Bring `blocks` up to `num` of them. All or nothing: False when too few are free."""
+        missing = num - len(blocks)
+        if missing > self.num_free:
+            return False
+        if missing > 0:
+            blocks += self.allocate(missing)
+        return True
+
     def free(self, blocks: Iterable[int]) -> None:
         for block in blocks:
             assert NULL_BLOCK < block < self.num_blocks, f"block {block} is not one that a row can own"

@@ -1,7 +1,12 @@
-"""The loop: admit → run one outer round → hand out what was committed.
+"""The loop: make room → admit → prefill → run one outer round → hand out what was committed.
 
-Rows join and leave between outer rounds. A row is admitted when the pool can hold it at its longest, so it can never
-run out of blocks; requests wait in the order in which they came. Knows neither text nor prompts' origin: `LLM` does.
+Rows join and leave between outer rounds. A row gets the blocks that its tokens and the next round need, and more before
+every round; when none are left the youngest row gives its own back and waits at the front of the queue, to be computed
+again (`Runner.next_chunk` says why that changes nothing). So the oldest row always goes on, and as no request is taken
+that the pool could not hold alone, all of them end. Knows neither text nor prompts' origin: `LLM` does.
+
+    waiting    preempted rows, then requests that have never run, in the order in which they came
+    running    in the order of their admission: [0] is never preempted while another runs
 """
 
 from __future__ import annotations
@@ -31,6 +36,7 @@ class Engine:
         self.pool = pool
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self.num_preemptions = 0
         self._free_rings = list(range(max_num_seqs, 0, -1))
 
     @property
@@ -60,12 +66,14 @@ class Engine:
 
     def step(self) -> list[Request]:
         """One outer round; the requests that it touched, finished ones included."""
+        self._make_room()
         self._admit()
-        running = list(self.running)
-        rows = [request.row for request in running if request.row is not None]
+        self._prefill()
+        touched = [request for request in self.running if _row(request).is_ready]
+        rows = [_row(request) for request in touched]
         before = [row.num_committed for row in rows]
         self.round.run(rows)
-        for request, row, start in zip(running, rows, before, strict=True):
+        for request, row, start in zip(touched, rows, before, strict=True):
             row.check_integrity()
             if row.is_broken:
                 request.commit(row.token_ids[start : row.num_committed - 1])
@@ -75,40 +83,89 @@ class Engine:
                 request.commit(row.token_ids[start : row.num_committed])
             if request.is_finished:
                 self._release(request)
-        return running
+        return touched
+
+    # ---- rows come ----
 
     def _admit(self) -> None:
         while self.waiting and self._free_rings:
-            request = self.waiting[0]
-            needed = self.pool.num_blocks_for(request.max_len)
-            if needed > self.pool.num_free:
+            request, blocks = self.waiting[0], list[int]()
+            num_tokens = len(request.prompt_token_ids) + len(request.token_ids)
+            if not self.pool.grow(blocks, self._num_blocks_for_round(num_tokens, request.max_len)):
                 return
             self.waiting.popleft()
-            request.row = Row(
-                request.prompt_token_ids,
-                request.params,
-                seed=request.seed,
-                max_len=request.max_len,
-                num_tiers=self.runner.num_tiers,
-                num_stages=len(self.round.stages),
-                blocks=self.pool.allocate(needed),
-                ring=self._free_rings.pop(),
-            )
+            self._place(request, blocks)
             self.running.append(request)
-            self.runner.prefill(request.row, self.round.judging_tiers)
+
+    def _place(self, request: Request, blocks: list[int]) -> None:
+        ring = self._free_rings.pop()
+        if request.row is not None:
+            request.row.restart(blocks, ring, self.runner.num_tiers)
+            return
+        request.row = Row(
+            request.prompt_token_ids,
+            request.params,
+            seed=request.seed,
+            max_len=request.max_len,
+            num_tiers=self.runner.num_tiers,
+            num_stages=len(self.round.stages),
+            blocks=blocks,
+            ring=ring,
+        )
+
+    def _prefill(self) -> None:
+        for request in self.running:
+            while not _row(request).is_ready:
+                self.runner.prefill(_row(request), self.round.judging_tiers)
+
+    # ---- blocks ----
+
+    def _num_blocks_for_round(self, num_tokens: int, max_len: int) -> int:
+        """Blocks for all positions below those of the next round and its own."""
+        return self.pool.num_blocks_for(min(num_tokens - 1 + self.round.reach, max_len))
+
+    def _make_room(self) -> None:
+        """Give every row the blocks of its next round, the oldest first; the youngest make way."""
+        number = 0
+        while number < len(self.running):
+            row = _row(self.running[number])
+            if self.pool.grow(row.block_table, self._num_blocks_for_round(len(row), row.max_len)):
+                number += 1
+            else:
+                self._preempt(self.running[-1])
+
+    def _preempt(self, request: Request) -> None:
+        """Take back all that a running row holds, to be computed again; its tokens stay as they are."""
+        self._take_back(request)
+        _row(request).restart([], 0, self.runner.num_tiers)
+        self.waiting.appendleft(request)
+        self.num_preemptions += 1
+
+    # ---- rows go ----
 
     def _release(self, request: Request) -> None:
-        """Give back all that the request holds, wherever it stands."""
+        """Give back all that a finished request holds, wherever it stands."""
         if request in self.waiting:
             self.waiting.remove(request)
         if request in self.running:
-            self.running.remove(request)
-            assert request.row is not None
-            if request.row.has_nan:
-                self.runner.clear(request.row.block_table)
-            self.pool.free(request.row.block_table)
-            self._free_rings.append(request.row.ring)
+            self._take_back(request)
+
+    def _take_back(self, request: Request) -> None:
+        row = _row(request)
+        self.running.remove(request)
+        if row.may_hold_nan:
+            self.runner.clear(row.block_table)
+        self.pool.free(row.block_table)
+        self._free_rings.append(row.ring)
 
     def check_integrity(self) -> None:
         """Invariant 3 of DESIGN §6, asserted between steps."""
-        self.pool.check_integrity(r.row.block_table for r in self.running if r.row is not None)
+        self.pool.check_integrity(_row(request).block_table for request in self.running)
+        rings = [_row(request).ring for request in self.running]
+        assert 0 not in rings and len({*rings, *self._free_rings}) == len(rings) + len(self._free_rings), rings
+        assert not any(request.row and request.row.block_table for request in self.waiting), "a waiting row has blocks"
+
+
+def _row(request: Request) -> Row:
+    assert request.row is not None
+    return request.row

@@ -56,6 +56,11 @@ class Round:
     def judging_tiers(self) -> list[int]:
         return [stage.tier for stage in self.stages]
 
+    @property
+    def reach(self) -> int:
+        """Most positions that a round computes in a row, that of its last token included."""
+        return max(1, self.stages[0].window)
+
     def run(self, rows: Sequence[Row]) -> None:
         self._run_stage(list(rows), len(self.stages) - 1)
 

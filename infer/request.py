@@ -10,7 +10,7 @@ from infer.params import SamplingParams
 from infer.row import Row
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Request:
     """The engine's record of one prompt.
 

@@ -7,6 +7,9 @@
 A tier's cursor is the number of positions that it has processed. Cursors fall with depth, and the target's says what is
 committed: it has judged all that it has computed, so num_committed = cursors[-1] + 1. Rejecting is `truncate`: it moves
 numbers, nothing else. A row knows nothing of programs or of what its blocks hold.
+
+There is no phase of prefill: a row whose cursors stand lower catches up, be its tokens a new prompt or, after it had to
+give its blocks away, prompt and generated tokens together. It is ready once they all stand before the last token.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ class Row:
         max_len: most tokens, prompt included, that the row may ever hold.
         num_tiers: length of the list of tiers.
         num_stages: length of the list of stages, each of which counts what it accepts.
-        blocks: the KV blocks it owns, enough for max_len positions.
+        blocks: the KV blocks it owns; they grow with it.
         ring: its index in the hand-off rings, ≥ 1 (0 takes the padding).
     """
 
@@ -48,11 +51,7 @@ class Row:
         self.params = params
         self.seed = seed
         self.max_len = max_len
-        self.block_table = blocks
-        self.ring = ring
-        self.cursors = [0] * num_tiers
-        # A `layer` exit keeps KV of its own and so a cursor of its own, at most its tier's.
-        self.exit_cursors = [0] * num_tiers
+        self.restart(blocks, ring, num_tiers)
         self.stats = [TierStats() for _ in range(num_stages)]
         self.is_broken = False  # the target's logits held NaN: this row alone fails
         self.has_nan = False  # some judge's logits did, so its pages may
@@ -63,6 +62,25 @@ class Row:
     @property
     def num_committed(self) -> int:
         return self.cursors[-1] + 1
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next round may run: all but the last token is computed."""
+        return self.cursors[-1] == len(self.token_ids) - 1
+
+    @property
+    def may_hold_nan(self) -> bool:
+        """Whether its blocks must be zeroed before another row gets them: what no judge has read may hold anything."""
+        return self.has_nan or self.cursors[-1] < self._num_restarted
+
+    def restart(self, blocks: list[int], ring: int, num_tiers: int) -> None:
+        """Begin in these blocks with nothing computed, whatever was before."""
+        self.block_table = blocks
+        self.ring = ring
+        self.cursors = [0] * num_tiers
+        # A `layer` exit keeps KV of its own and so a cursor of its own, at most its tier's.
+        self.exit_cursors = [0] * num_tiers
+        self._num_restarted = len(self.token_ids)
 
     def append(self, token_id: int) -> None:
         assert len(self.token_ids) < self.max_len, f"row is full at {self.max_len} tokens"

@@ -67,8 +67,9 @@ class Runner:
 
         self._last_query: tuple[list[Row], list[range], Query] | None = None
         # One for all programs over pages, so that level tiers can share a call's tensors
-        lows = [info.bitwise_range[0] for info in infos.values() if info.kv_layers and info.bitwise_range]
-        self._min_tokens = max(lows, default=1)
+        ranges = [info.bitwise_range for info in infos.values() if info.kv_layers and info.bitwise_range]
+        self._min_tokens = max((low for low, _ in ranges), default=1)
+        self._max_tokens = min((high for _, high in ranges), default=self.prefill_chunk)
 
         def bound(name: str) -> tuple[Program, Range, list[Tensor]]:
             # Where export found no range, calls are not cut: equality then rests on the margins of the logits, as
@@ -88,23 +89,31 @@ class Runner:
 
     # ---- prefill ----
 
+    def next_chunk(self, row: Row) -> range:
+        """The positions that `prefill` would compute next in a row that is not ready.
+
+        The prompt's chunks are aligned and depend on its length alone, so that a row's KV does not depend on strategy,
+        neighbours, or how often it is computed. Tokens that the row has generated itself, computed again after it had
+        lost its blocks, come in calls of a size that gives the bits of decoding.
+        """
+        start, last = row.cursors[-1], row.num_prompt_tokens - 1
+        if start < last:
+            return range(start, min(start + self.prefill_chunk, last))
+        return range(start, min(start + self._max_tokens, len(row) - 1))
+
     @torch.inference_mode()
     def prefill(self, row: Row, tiers_with_exit: Sequence[int]) -> None:
-        """Compute all positions but the last token's, one row at a time in fixed chunks aligned to the chunk size.
-
-        The chunks depend on the prompt's length alone, so that the row's KV does not depend on strategy or neighbours.
-        """
-        for start in range(0, len(row) - 1, self.prefill_chunk):
-            span = range(start, min(start + self.prefill_chunk, len(row) - 1))
-            query = make_query([row], [span], self.block_size, self.device)
-            x = token_rectangle([row], [span], query.width, self.device)
-            for tier in range(self.num_tiers):
-                x = self._call(self._trunks[tier], x, query)
-                if tier in tiers_with_exit and self.exits[tier].has_kv:
-                    self._call(self._exits[tier], x, query)
-        done = len(row) - 1
-        row.cursors = [done] * self.num_tiers
-        row.exit_cursors = [done if tier in tiers_with_exit else 0 for tier in range(self.num_tiers)]
+        """Compute the row's next chunk in all tiers, and in these tiers' exits."""
+        span = self.next_chunk(row)
+        min_width = 1 if span.start < row.num_prompt_tokens - 1 else self._min_tokens
+        query = make_query([row], [span], self.block_size, self.device, min_width)
+        x = token_rectangle([row], [span], query.width, self.device)
+        for tier in range(self.num_tiers):
+            x = self._call(self._trunks[tier], x, query)
+            if tier in tiers_with_exit and self.exits[tier].has_kv:
+                self._call(self._exits[tier], x, query)
+        row.cursors = [span.stop] * self.num_tiers
+        row.exit_cursors = [span.stop if tier in tiers_with_exit else 0 for tier in range(self.num_tiers)]
 
     # ---- decoding ----
 

@@ -28,11 +28,14 @@ class Rows(RuleBasedStateMachine):
         assert self.pool.num_free == before
 
     @precondition(lambda self: self.rows)
-    @rule(data=st.data())
-    def grow(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), num=st.integers(0, 10))
+    def grow(self, data: st.DataObject, num: int) -> None:
         row = data.draw(st.sampled_from(self.rows))
-        if self.pool.num_free:
-            row += self.pool.allocate(1)
+        before, free = list(row), self.pool.num_free
+        if self.pool.grow(row, num):
+            assert row[: len(before)] == before and len(row) == max(num, len(before))
+        else:  # all or nothing
+            assert num - len(before) > free == self.pool.num_free and row == before
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
