@@ -7,6 +7,9 @@ that the pool could not hold alone, all of them end. Knows neither text nor prom
 
     waiting    preempted rows, then requests that have never run, in the order in which they came
     running    in the order of their admission: [0] is never preempted while another runs
+
+A step prefills at most `max_num_prefill_tokens`, a chunk of one row after a chunk of another, so that a long prompt stalls
+neither the rows that decode nor the short prompts behind it.
 """
 
 from __future__ import annotations
@@ -28,15 +31,20 @@ class Engine:
         round_: what one step does to the running rows.
         pool: the blocks of the runner's pages.
         max_num_seqs: most rows that run at once.
+        max_num_prefill_tokens: most tokens that a step prefills; a step with work for it does at least one chunk.
     """
 
-    def __init__(self, runner: Runner, round_: Round, pool: BlockPool, max_num_seqs: int) -> None:
+    def __init__(
+        self, runner: Runner, round_: Round, pool: BlockPool, max_num_seqs: int, max_num_prefill_tokens: int = 512
+    ) -> None:
         self.runner = runner
         self.round = round_
         self.pool = pool
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self.max_num_prefill_tokens = max_num_prefill_tokens
         self.num_preemptions = 0
+        self._prefilling: deque[Request] = deque()  # those of `running` that are not ready; [0] gets the next chunk
         self._free_rings = list(range(max_num_seqs, 0, -1))
 
     @property
@@ -96,6 +104,8 @@ class Engine:
             self.waiting.popleft()
             self._place(request, blocks)
             self.running.append(request)
+            if not _row(request).is_ready:
+                self._prefilling.append(request)
 
     def _place(self, request: Request, blocks: list[int]) -> None:
         ring = self._free_rings.pop()
@@ -114,9 +124,18 @@ class Engine:
         )
 
     def _prefill(self) -> None:
-        for request in self.running:
-            while not _row(request).is_ready:
-                self.runner.prefill(_row(request), self.round.judging_tiers)
+        num_left = self.max_num_prefill_tokens
+        while self._prefilling:
+            request = self._prefilling[0]
+            row = _row(request)
+            num_tokens = len(self.runner.next_chunk(row))
+            if num_tokens > num_left < self.max_num_prefill_tokens:
+                return
+            num_left -= num_tokens
+            self._prefilling.popleft()
+            self.runner.prefill(row, self.round.judging_tiers)
+            if not row.is_ready:
+                self._prefilling.append(request)
 
     # ---- blocks ----
 
@@ -153,6 +172,8 @@ class Engine:
     def _take_back(self, request: Request) -> None:
         row = _row(request)
         self.running.remove(request)
+        if request in self._prefilling:
+            self._prefilling.remove(request)
         if row.may_hold_nan:
             self.runner.clear(row.block_table)
         self.pool.free(row.block_table)
@@ -163,6 +184,7 @@ class Engine:
         self.pool.check_integrity(_row(request).block_table for request in self.running)
         rings = [_row(request).ring for request in self.running]
         assert 0 not in rings and len({*rings, *self._free_rings}) == len(rings) + len(self._free_rings), rings
+        assert set(self._prefilling) == {r for r in self.running if not _row(r).is_ready}
         assert not any(request.row and request.row.block_table for request in self.waiting), "a waiting row has blocks"
 
 

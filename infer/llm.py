@@ -44,6 +44,7 @@ class LLM:
             at most 1 GiB on CPU, `gpu_memory_utilization` on CUDA.
         gpu_memory_utilization: share of the GPU's memory that weights and pool may fill together.
         max_num_seqs: most sequences that run at once.
+        max_num_prefill_tokens: most prompt tokens computed between two rounds of the sequences that decode.
         num_draft_tokens, window, inner_rounds: the policy's γ, N_i and R.
         seed: draws the seeds of requests that bring none; None draws them from the system.
 
@@ -62,6 +63,7 @@ class LLM:
         num_blocks: int | None = None,
         gpu_memory_utilization: float = 0.9,
         max_num_seqs: int = 16,
+        max_num_prefill_tokens: int = 512,
         num_draft_tokens: int = 2,
         window: int = 4,
         inner_rounds: int = 4,
@@ -71,6 +73,8 @@ class LLM:
         strategy = "autoregressive" if strategy == "auto" else strategy  # no plan yet: see the notice of the CLI
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs={max_num_seqs} must be at least 1")
+        if max_num_prefill_tokens < 1:
+            raise ValueError(f"max_num_prefill_tokens={max_num_prefill_tokens} must be at least 1")
         if not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization={gpu_memory_utilization} must lie in (0, 1]")
         check_device(device)
@@ -97,9 +101,8 @@ class LLM:
             dtype=torch_dtype,
             device=torch.device(device),
         )
-        self.engine = Engine(
-            runner, Round(runner, stages), BlockPool(num_blocks, self.manifest.block_size), max_num_seqs
-        )
+        pool = BlockPool(num_blocks, self.manifest.block_size)
+        self.engine = Engine(runner, Round(runner, stages), pool, max_num_seqs, max_num_prefill_tokens)
         self.strategy = strategy
         self._request_numbers = itertools.count()
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()

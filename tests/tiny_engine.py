@@ -100,6 +100,7 @@ class Tiny:
         bitwise_range: tuple[int, int] | None = None,
         rig: Rig | None = None,
         max_model_len: int = 128,
+        max_num_prefill_tokens: int = 512,
     ) -> None:
         self.manifest = make_manifest(model, max_model_len=max_model_len)
         programs = make_programs(model, BLOCK_SIZE)
@@ -114,7 +115,8 @@ class Tiny:
         )  # fmt: skip
         stages = stages_of(strategy, policy or Policy(), self.manifest)
         self.round = Round(self.runner, stages)
-        self.engine = Engine(self.runner, self.round, BlockPool(num_blocks, BLOCK_SIZE), max_num_seqs)
+        pool = BlockPool(num_blocks, BLOCK_SIZE)
+        self.engine = Engine(self.runner, self.round, pool, max_num_seqs, max_num_prefill_tokens)
         self._names = tuple(self.manifest.tiers[s.tier].name for s in stages)
         self._numbers = itertools.count()
         self._seeds = random.Random(0)

@@ -123,6 +123,7 @@ def test_kv_is_the_same_before_and_after():
         page.fill_(7)
     tiny.engine._admit()
     tiny.engine._prefill()
+    assert request.row.is_ready
     lag = request.row.exit_cursors[0] - 1  # an exit may have lagged by one before
     for old, new in zip(before, entries(), strict=True):
         torch.testing.assert_close(old[:lag], new[:lag], rtol=1e-4, atol=1e-5)
