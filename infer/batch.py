@@ -27,6 +27,7 @@ class Query:
     slots: Tensor  # [B, T] int64, where K and V go; in the null block for padding
     block_table: Tensor  # [B, M] int64
     ring: Tensor  # [B·T] int64, where the states wait between tiers; in ring 0 for padding
+    rows: Sequence[Row]  # B
     lengths: list[int]  # of each row, without padding
     width: int  # T
 
@@ -60,6 +61,7 @@ def make_query(
         slots=torch.tensor(slots, device=device),
         block_table=torch.tensor(tables, device=device),
         ring=torch.tensor(ring, device=device),
+        rows=rows,
         lengths=[len(span) for span in spans],
         width=width,
     )

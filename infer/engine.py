@@ -8,19 +8,25 @@ that the pool could not hold alone, all of them end. Knows neither text nor prom
     waiting    preempted rows, then requests that have never run, in the order in which they came
     running    in the order of their admission: [0] is never preempted while another runs
 
-A step prefills at most `max_num_prefill_tokens`, a chunk of one row after a chunk of another, so that a long prompt stalls
-neither the rows that decode nor the short prompts behind it.
+A step prefills at most `max_num_prefill_tokens`, a chunk of one row after a chunk of another, so that a long prompt
+stalls neither the rows that decode nor the short prompts behind it.
+
+An exception out of a program ends the rows of that call, with the cause; the others take the round again.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
+from collections.abc import Sequence
 
 from infer.blocks import BlockPool
 from infer.hispec import Round
 from infer.request import Request
 from infer.row import Row
-from infer.runner import Runner
+from infer.runner import ProgramError, Runner
+
+logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -76,22 +82,45 @@ class Engine:
         """One outer round; the requests that it touched, finished ones included."""
         self._make_room()
         self._admit()
-        self._prefill()
+        failed = self._prefill()
         touched = [request for request in self.running if _row(request).is_ready]
-        rows = [_row(request) for request in touched]
-        before = [row.num_committed for row in rows]
-        self.round.run(rows)
-        for request, row, start in zip(touched, rows, before, strict=True):
-            row.check_integrity()
-            if row.is_broken:
-                request.commit(row.token_ids[start : row.num_committed - 1])
-                if not request.is_finished:
-                    request.abort("the target's logits are NaN")
-            else:
-                request.commit(row.token_ids[start : row.num_committed])
+        failed += self._run_round(touched)
+        for request in touched:
             if request.is_finished:
                 self._release(request)
-        return touched
+        return [*touched, *(request for request in failed if request not in touched)]
+
+    def _run_round(self, requests: Sequence[Request]) -> list[Request]:
+        """Decode and commit; the requests that failed."""
+        rows = [_row(request) for request in requests]
+        before = [row.num_committed for row in rows]
+        try:
+            self.round.run(rows)
+        except Exception as error:
+            hit = {id(row) for row in (error.rows if isinstance(error, ProgramError) else rows)}
+            for row, num_committed in zip(rows, before, strict=True):
+                row.rewind(num_committed)
+            failed = [request for request, row in zip(requests, rows, strict=True) if id(row) in hit]
+            self._fail(failed, error)
+            return failed
+        for request, row, start in zip(requests, rows, before, strict=True):
+            row.check_integrity()
+            stop = row.num_committed - row.is_broken  # the token that NaN logits gave is none
+            try:
+                request.commit(row.token_ids[start:stop])
+            except Exception as error:  # a tokenizer may stumble over ids that a model should not give
+                self._fail([request], error)
+            if row.is_broken and not request.is_finished:
+                request.abort("the target's logits are NaN")
+        return []
+
+    def _fail(self, requests: Sequence[Request], error: Exception) -> None:
+        cause = error.__cause__ if isinstance(error, ProgramError) and error.__cause__ else error
+        logger.error("requests %s failed", [request.request_id for request in requests], exc_info=cause)
+        for request in requests:
+            request.fail(cause)
+            _row(request).has_nan = True  # whatever the program left in its blocks
+            self._release(request)
 
     # ---- rows come ----
 
@@ -123,19 +152,26 @@ class Engine:
             ring=ring,
         )
 
-    def _prefill(self) -> None:
-        num_left = self.max_num_prefill_tokens
+    def _prefill(self) -> list[Request]:
+        """Compute chunks of rows that are not ready, in turn; the requests that failed."""
+        num_left, failed = self.max_num_prefill_tokens, list[Request]()
         while self._prefilling:
             request = self._prefilling[0]
             row = _row(request)
             num_tokens = len(self.runner.next_chunk(row))
             if num_tokens > num_left < self.max_num_prefill_tokens:
-                return
+                break
             num_left -= num_tokens
+            try:
+                self.runner.prefill(row, self.round.judging_tiers)
+            except Exception as error:
+                self._fail([request], error)
+                failed.append(request)
+                continue
             self._prefilling.popleft()
-            self.runner.prefill(row, self.round.judging_tiers)
             if not row.is_ready:
                 self._prefilling.append(request)
+        return failed
 
     # ---- blocks ----
 

@@ -89,29 +89,31 @@ class Round:
         counts = [len(row) - start for row, start in zip(rows, starts, strict=True)]
         picks = pick(logits, self._pick_params(rows, starts, counts), self.runner.vocabs[stage.tier])  # [N]
         drafted = [row.token_ids[start + 1 :] for row, start in zip(rows, starts, strict=True)]
-        num_accepted, own_tokens = self._verdict(drafted, picks, counts)
+        num_accepted, own_tokens, num_nan = self._verdict(drafted, picks, counts)
         is_target = level == len(self.stages) - 1
-        for row, start, proposed, accepted, own in zip(rows, starts, drafted, num_accepted, own_tokens, strict=True):
+        for row, start, proposed, accepted, own, nan in zip(
+            rows, starts, drafted, num_accepted, own_tokens, num_nan, strict=True
+        ):
             row.truncate(start + 1 + accepted)
-            if own < 0:
-                row.has_nan = True
-                row.is_broken = row.is_broken or is_target
+            row.has_nan = row.has_nan or nan > 0  # at a rejected position, too: its K and V stay in the blocks
+            row.is_broken = row.is_broken or (is_target and own < 0)
             row.append(max(own, 0))  # a lower exit's broken pick is just a bad guess
             if proposed:
                 self.stats[level].add(len(proposed), accepted)
                 row.stats[level].add(len(proposed), accepted)
 
-    def _verdict(self, drafted: list[list[int]], picks: Tensor, counts: list[int]) -> tuple[list[int], list[int]]:
+    def _verdict(self, drafted: list[list[int]], picks: Tensor, counts: list[int]) -> list[list[int]]:
+        """Per row: how many proposed tokens are accepted, the judge's own token, how many of its picks failed."""
         widest = max(counts)
         if min(counts) == widest:
             padded = picks.view(len(counts), widest)
         else:
-            padded = pad_sequence(list(picks.split(counts)), batch_first=True, padding_value=-1)
+            padded = pad_sequence(list(picks.split(counts)), batch_first=True, padding_value=0)
         proposed = torch.tensor([ids + [0] * (widest - 1 - len(ids)) for ids in drafted], device=picks.device)
         proposed = proposed.view(len(counts), widest - 1).long()
         verdict = verify(proposed, torch.tensor([c - 1 for c in counts], device=picks.device), padded)
-        num_accepted, own_tokens = torch.stack(verdict).tolist()  # the round's host synchronisation
-        return num_accepted, own_tokens
+        num_nan = (padded < 0).sum(dim=1)
+        return torch.stack([*verdict, num_nan]).tolist()  # the round's host synchronisation
 
     def _pick_params(self, rows: list[Row], starts: list[int], counts: list[int]) -> PickParams:
         """The rows' sampling parameters, repeated for every position to be picked."""

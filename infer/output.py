@@ -5,7 +5,7 @@ from typing import Literal
 
 from infer.verify import mean_acceptance_length
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class CompletionOutput:
     text: str
     token_ids: tuple[int, ...]  # up to and including the token that ended the text
     finish_reason: FinishReason | None = None  # None while the request runs
-    stop_reason: int | str | None = None  # the stop token id or stop string; None for EOS and other ends
+    stop_reason: int | str | None = None  # stop token id or stop string, or why it was ended; else None
 
 
 @dataclass(frozen=True, slots=True)

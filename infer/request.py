@@ -57,6 +57,10 @@ class Request:
     def abort(self, reason: str) -> None:
         self._finish("abort", reason)
 
+    def fail(self, cause: BaseException) -> None:
+        """End it for a fault of ours; the text stays as it was shown last."""
+        self.finish_reason, self.stop_reason = "error", f"{type(cause).__name__}: {cause}"
+
     def _finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
         self.finish_reason, self.stop_reason = reason, stop_reason
         self.text += self.detokenizer.take() + self.detokenizer.finish()

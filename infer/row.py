@@ -92,6 +92,12 @@ class Row:
         self.cursors = [min(cursor, num_tokens) for cursor in self.cursors]
         self.exit_cursors = [min(cursor, num_tokens) for cursor in self.exit_cursors]
 
+    def rewind(self, num_committed: int) -> None:
+        """Undo a round that broke off: back to the tokens and cursors that it began with."""
+        self.truncate(num_committed)
+        self.cursors = [min(cursor, num_committed - 1) for cursor in self.cursors]
+        self.exit_cursors = [min(cursor, num_committed - 1) for cursor in self.exit_cursors]
+
     def check_integrity(self) -> None:
         """Between outer rounds: nothing tentative is left, and all tiers stand before the last token."""
         assert set(self.cursors) == {len(self) - 1}, f"cursors {self.cursors} of a row of {len(self)} tokens"

@@ -21,6 +21,14 @@ Program = Callable[..., Tensor]
 Range = tuple[int, int] | None  # of tokens in a call
 
 
+class ProgramError(Exception):
+    """A program raised (see `__cause__`) in a call for these rows; what they have computed is unknown."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        super().__init__(f"a program failed in a call for {len(rows)} rows")
+        self.rows = rows
+
+
 class Runner:
     """Programs and pages.
 
@@ -122,6 +130,9 @@ class Runner:
         """Bring tiers 0..tier to the rows' ends; logits [N, V] of `tier`'s exit for all positions it had not computed.
 
         Positions come row after row, each row's from its old cursor to its end; a trimmed exit gives [N, V'].
+
+        Raises:
+            ProgramError: a program over pages raised. Whatever is raised, the rows are left half computed.
         """
         self._last_query = None
         starts = [row.cursors[tier] for row in rows]
@@ -200,7 +211,10 @@ class Runner:
     @staticmethod
     def _call(program: tuple[Program, Range, list[Tensor]], x: Tensor, query: Query) -> Tensor:
         run, _, pages = program
-        return run(x, query.positions, query.slots, query.block_table, pages)
+        try:
+            return run(x, query.positions, query.slots, query.block_table, pages)
+        except Exception as error:
+            raise ProgramError(query.rows) from error
 
 
 def _drop_leading(flat: Tensor, lengths: list[int], drops: list[int]) -> Tensor:

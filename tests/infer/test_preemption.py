@@ -41,8 +41,8 @@ def test_seeded_rows_in_a_pool_that_is_too_small_for_all_give_plain_decodings_to
 @pytest.mark.parametrize("after", range(4))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_preemption_after_any_round_changes_no_token(strategy, after):
-    tiny = Tiny(model_of(), strategy, Policy(num_draft_tokens=2),
-                rig=Script(texts_of("llama", ROWS, NUM_TOKENS), lambda row, tier, offset, number: (row + offset) % 3 > 0))  # fmt: skip
+    script = Script(texts_of("llama", ROWS, NUM_TOKENS), lambda row, tier, offset, number: (row + offset) % 3 > 0)
+    tiny = Tiny(model_of(), strategy, Policy(num_draft_tokens=2), rig=script)
     requests = [tiny.request(p, GREEDY) for p in ROWS]
     for request in requests:
         tiny.engine.add(request)
