@@ -11,6 +11,9 @@ that the pool could not hold alone, all of them end. Knows neither text nor prom
 A step prefills at most `max_num_prefill_tokens`, a chunk of one row after a chunk of another, so that a long prompt
 stalls neither the rows that decode nor the short prompts behind it.
 
+With n > 1 the leader computes the prompt; its siblings get to the front of the queue then and begin behind it, in the
+prompt's own blocks, which they read together, and in a copy of the last one if the prompt fills it in part.
+
 An exception out of a program ends the rows of that call, with the cause; the others take the round again.
 """
 
@@ -50,6 +53,8 @@ class Engine:
         self.running: list[Request] = []
         self.max_num_prefill_tokens = max_num_prefill_tokens
         self.num_preemptions = 0
+        self._sharing: list[Request] = []  # leaders that hold their prompt's blocks for siblings still to be admitted
+        self._suspects: set[int] = set()  # blocks that may hold NaN and have other owners yet
         self._prefilling: deque[Request] = deque()  # those of `running` that are not ready; [0] gets the next chunk
         self._free_rings = list(range(max_num_seqs, 0, -1))
 
@@ -75,6 +80,9 @@ class Engine:
         """End a request at once, waiting or running; unknown ids are ignored, as it may just have finished."""
         for request in [*self.waiting, *self.running]:
             if request.request_id == request_id:
+                for sibling in request.pending:
+                    sibling.abort("aborted by the caller")
+                request.pending.clear()
                 request.abort("aborted by the caller")
                 self._release(request)
 
@@ -83,6 +91,7 @@ class Engine:
         self._make_room()
         self._admit()
         failed = self._prefill()
+        self._admit_siblings()
         touched = [request for request in self.running if _row(request).is_ready]
         failed += self._run_round(touched)
         for request in touched:
@@ -118,6 +127,9 @@ class Engine:
         cause = error.__cause__ if isinstance(error, ProgramError) and error.__cause__ else error
         logger.error("requests %s failed", [request.request_id for request in requests], exc_info=cause)
         for request in requests:
+            for sibling in request.pending:  # they have the same prompt
+                sibling.fail(cause)
+            request.pending.clear()
             request.fail(cause)
             _row(request).has_nan = True  # whatever the program left in its blocks
             self._release(request)
@@ -126,31 +138,45 @@ class Engine:
 
     def _admit(self) -> None:
         while self.waiting and self._free_rings:
-            request, blocks = self.waiting[0], list[int]()
+            request = self.waiting[0]
             num_tokens = len(request.prompt_token_ids) + len(request.token_ids)
+            blocks = self._whole_blocks(request)
+            num_shared = len(blocks)
             if not self.pool.grow(blocks, self._num_blocks_for_round(num_tokens, request.max_len)):
-                return
+                # Shared blocks must not keep out the only row that there is.
+                if self.running or not self._sharing:
+                    return
+                self._unshare(self._sharing[-1])
+                continue
             self.waiting.popleft()
+            self.pool.share(blocks[:num_shared])
             self._place(request, blocks)
             self.running.append(request)
             if not _row(request).is_ready:
                 self._prefilling.append(request)
+            self._unshare_if_done(request)
 
     def _place(self, request: Request, blocks: list[int]) -> None:
-        ring = self._free_rings.pop()
+        ring, num_tiers = self._free_rings.pop(), self.runner.num_tiers
         if request.row is not None:
-            request.row.restart(blocks, ring, self.runner.num_tiers)
-            return
-        request.row = Row(
-            request.prompt_token_ids,
-            request.params,
-            seed=request.seed,
-            max_len=request.max_len,
-            num_tiers=self.runner.num_tiers,
-            num_stages=len(self.round.stages),
-            blocks=blocks,
-            ring=ring,
-        )
+            request.row.restart(blocks, ring, num_tiers)
+        else:
+            request.row = Row(
+                request.prompt_token_ids,
+                request.params,
+                seed=request.seed,
+                max_len=request.max_len,
+                num_tiers=num_tiers,
+                num_stages=len(self.round.stages),
+                blocks=blocks,
+                ring=ring,
+                choice=request.choice,
+            )
+        shared = (request.leader or request).shared_blocks
+        if shared is not None:
+            if len(shared) > (whole := len(self._whole_blocks(request))):
+                self.runner.copy(shared[whole], blocks[whole])
+            request.row.skip_prompt(self.round.judging_tiers)
 
     def _prefill(self) -> list[Request]:
         """Compute chunks of rows that are not ready, in turn; the requests that failed."""
@@ -173,6 +199,50 @@ class Engine:
                 self._prefilling.append(request)
         return failed
 
+    # ---- choices of one prompt ----
+
+    def _admit_siblings(self) -> None:
+        leaders = [r for r in self.running if r.pending and _row(r).is_ready]
+        for leader in leaders:
+            self._share(leader)
+            self.waiting.extendleft(reversed(leader.pending))
+            leader.pending.clear()
+        if leaders:
+            self._admit()
+
+    def _share(self, leader: Request) -> None:
+        """Own the prompt's blocks beside the leader, who goes on to write in the last one: that is copied."""
+        num_whole, rest = divmod(len(leader.prompt_token_ids) - 1, self.pool.block_size)
+        table = _row(leader).block_table
+        if rest and not self.pool.num_free:
+            return  # the siblings compute the prompt themselves
+        shared = table[:num_whole]
+        self.pool.share(shared)
+        if rest:
+            (copy,) = self.pool.allocate(1)
+            self.runner.copy(table[num_whole], copy)
+            shared.append(copy)
+        leader.shared_blocks = shared
+        self._sharing.append(leader)
+
+    def _whole_blocks(self, request: Request) -> list[int]:
+        """The blocks that a choice need not compute: those that its prompt fills, while they are held."""
+        shared = (request.leader or request).shared_blocks or []
+        return shared[: (len(request.prompt_token_ids) - 1) // self.pool.block_size]
+
+    def _unshare_if_done(self, sibling: Request) -> None:
+        leader = sibling.leader
+        if leader is None or leader.shared_blocks is None:
+            return
+        if all(s.row is not None or s.is_finished for s in leader.siblings):
+            self._unshare(leader)
+
+    def _unshare(self, leader: Request) -> None:
+        assert leader.shared_blocks is not None
+        self._sharing.remove(leader)
+        self._give_back(leader.shared_blocks, _row(leader).may_hold_nan)
+        leader.shared_blocks = None
+
     # ---- blocks ----
 
     def _num_blocks_for_round(self, num_tokens: int, max_len: int) -> int:
@@ -186,6 +256,8 @@ class Engine:
             row = _row(self.running[number])
             if self.pool.grow(row.block_table, self._num_blocks_for_round(len(row), row.max_len)):
                 number += 1
+            elif self._sharing:
+                self._unshare(self._sharing[-1])
             else:
                 self._preempt(self.running[-1])
 
@@ -204,20 +276,29 @@ class Engine:
             self.waiting.remove(request)
         if request in self.running:
             self._take_back(request)
+        self._unshare_if_done(request)
 
     def _take_back(self, request: Request) -> None:
         row = _row(request)
         self.running.remove(request)
         if request in self._prefilling:
             self._prefilling.remove(request)
-        if row.may_hold_nan:
-            self.runner.clear(row.block_table)
-        self.pool.free(row.block_table)
+        self._give_back(row.block_table, row.may_hold_nan)
         self._free_rings.append(row.ring)
+
+    def _give_back(self, blocks: Sequence[int], may_hold_nan: bool) -> None:
+        """Free blocks; those that may hold NaN are zeroed once their last owner goes."""
+        if may_hold_nan:
+            self._suspects.update(blocks)
+        freed = self.pool.free(blocks)
+        if self._suspects and (dirty := self._suspects.intersection(freed)):
+            self.runner.clear(sorted(dirty))
+            self._suspects -= dirty
 
     def check_integrity(self) -> None:
         """Invariant 3 of DESIGN §6, asserted between steps."""
-        self.pool.check_integrity(_row(request).block_table for request in self.running)
+        tables = [_row(request).block_table for request in self.running]
+        self.pool.check_integrity([*tables, *(leader.shared_blocks or () for leader in self._sharing)])
         rings = [_row(request).ring for request in self.running]
         assert 0 not in rings and len({*rings, *self._free_rings}) == len(rings) + len(self._free_rings), rings
         assert set(self._prefilling) == {r for r in self.running if not _row(r).is_ready}

@@ -118,9 +118,8 @@ class Round:
     def _pick_params(self, rows: list[Row], starts: list[int], counts: list[int]) -> PickParams:
         """The rows' sampling parameters, repeated for every position to be picked."""
         if self._cached is None or self._cached[0] != rows:
-            params = PickParams.of(
-                [r.params for r in rows], [r.seed for r in rows], [0] * len(rows), self.runner.device
-            )
+            columns = [r.params for r in rows], [r.seed for r in rows], [0] * len(rows)
+            params = PickParams.of(*columns, self.runner.device, [r.choice for r in rows])
             self._cached = (list(rows), params)
         params = self._cached[1]
         if params.all_greedy:

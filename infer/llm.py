@@ -158,7 +158,7 @@ class LLM:
         (request,) = self._requests([prompt], sampling_params)
         self.engine.add(request)
         try:
-            while not request.is_finished:
+            while not request.is_answered:
                 self.engine.step()
                 yield request.output()
         finally:
@@ -181,7 +181,7 @@ class LLM:
         for request in requests:
             self.engine.add(request)
         try:
-            while any(not request.is_finished for request in requests):
+            while any(not request.is_answered for request in requests):
                 self.engine.step()
         finally:
             for request in requests:
@@ -218,6 +218,8 @@ class LLM:
             detokenizer=Detokenizer(self.tokenizer, params),
             judge_names=self.judge_names,
         )
+        for _ in range(1, params.n):
+            request.add_choice(Detokenizer(self.tokenizer, params))
         self.engine.check_fits(request)
         return request
 

@@ -14,6 +14,7 @@ from typing import Any
 GREEDY_BELOW = 1e-5
 
 MAX_STOP_STRINGS = 64  # each one is searched for after every token
+MAX_CHOICES = 128  # as with OpenAI's API
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,10 @@ class SamplingParams:
     """Leave special tokens out of the text."""
     include_stop_str_in_output: bool = False
     """Cut the text after the stop string, not before it."""
+    n: int = 1
+    """How many texts to write for the prompt, each with noise of its own; greedy ones are equal."""
 
     # What vLLM has and HiSpec does not: the value below is the only one accepted.
-    n: int = 1
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -71,6 +73,9 @@ class SamplingParams:
             _check_int("max_tokens", self.max_tokens)
             if self.max_tokens < 1:
                 raise ValueError(f"max_tokens={self.max_tokens} must be at least 1, or None for no limit of its own")
+        _check_int("n", self.n)
+        if not 1 <= self.n <= MAX_CHOICES:
+            raise ValueError(f"n={self.n} must lie between 1 and {MAX_CHOICES}")
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
@@ -95,7 +100,7 @@ class SamplingParams:
 _ONLY_ACCEPTED: dict[str, Any] = {
     name: SamplingParams.__dataclass_fields__[name].default
     for name in (
-        "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "min_tokens", "logprobs",
+        "presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "min_tokens", "logprobs",
         "prompt_logprobs", "logit_bias", "allowed_token_ids", "bad_words", "structured_outputs",
         "truncate_prompt_tokens", "detokenize", "spaces_between_special_tokens",
     )

@@ -1,23 +1,34 @@
-"""A request from arrival to answer: its prompt, its row once it runs, its text so far, and why it ended."""
+"""A request from arrival to answer: its prompt, its row once it runs, its text so far, and why it ended.
+
+With n > 1 there is one record for each text: the leader, choice 0, which stands for all where the user sees them, and
+its siblings. They live and end on their own; what they share is the prompt's blocks.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from infer.detokenizer import Detokenizer
 from infer.output import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
 from infer.params import SamplingParams
 from infer.row import Row
+from infer.stats import TierStats
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """The engine's record of one prompt.
+    """The engine's record of one text for one prompt.
 
     Args:
         max_len: most tokens, prompt included, that it may grow to.
         stop_token_ids: every id that ends it, EOS ids among them unless they are to be ignored.
         eos_token_ids: the model's own, which end it without a stop_reason.
+        choice: its number among the prompt's texts.
+        leader: choice 0; None if it is that itself.
+        siblings: the leader's other choices.
+        pending: those that wait, outside of all queues, until the leader has computed the prompt.
+        shared_blocks: the leader's: the prompt's blocks, owned until every sibling has had them. A last block that the
+            prompt fills in part is a copy.
     """
 
     request_id: str
@@ -30,6 +41,11 @@ class Request:
     eos_token_ids: frozenset[int]
     detokenizer: Detokenizer
     judge_names: tuple[str, ...] = ()
+    choice: int = 0
+    leader: Request | None = field(default=None, repr=False)
+    siblings: list[Request] = field(default_factory=list, repr=False)
+    pending: list[Request] = field(default_factory=list, repr=False)
+    shared_blocks: list[int] | None = None
     row: Row | None = None
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -39,6 +55,20 @@ class Request:
     @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether all choices are finished."""
+        return self.is_finished and all(sibling.is_finished for sibling in self.siblings)
+
+    def add_choice(self, detokenizer: Detokenizer) -> None:
+        """One more text for the same prompt; before the request is given to an engine."""
+        number = len(self.siblings) + 1
+        sibling = replace(
+            self, choice=number, leader=self, detokenizer=detokenizer, siblings=[], pending=[], token_ids=[]
+        )
+        self.siblings.append(sibling)
+        self.pending.append(sibling)
 
     def commit(self, token_ids: list[int]) -> None:
         """Take committed tokens one by one and end at the first that ends the text; the rest never existed."""
@@ -65,11 +95,16 @@ class Request:
         self.finish_reason, self.stop_reason = reason, stop_reason
         self.text += self.detokenizer.take() + self.detokenizer.finish()
 
+    def completion(self) -> CompletionOutput:
+        return CompletionOutput(self.choice, self.text, tuple(self.token_ids), self.finish_reason, self.stop_reason)
+
     def output(self) -> RequestOutput:
-        """What the user sees now."""
-        stats = self.row.stats if self.row is not None else []
-        tiers = tuple(s.snapshot(name) for s, name in zip(stats, self.judge_names, strict=bool(stats)))[1:]
-        completion = CompletionOutput(0, self.text, tuple(self.token_ids), self.finish_reason, self.stop_reason)
+        """What the user sees now, all choices together; the leader's to give."""
+        choices = (self, *self.siblings)
+        rows = [choice.row.stats for choice in choices if choice.row is not None]
+        totals = [TierStats.total(stats) for stats in zip(*rows, strict=True)]
+        tiers = tuple(s.snapshot(name) for s, name in zip(totals, self.judge_names, strict=bool(totals)))[1:]
+        outputs = tuple(choice.completion() for choice in choices)
         return RequestOutput(
-            self.request_id, self.prompt, self.prompt_token_ids, (completion,), self.is_finished, RequestMetrics(tiers)
+            self.request_id, self.prompt, self.prompt_token_ids, outputs, self.is_answered, RequestMetrics(tiers)
         )

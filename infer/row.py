@@ -32,6 +32,7 @@ class Row:
         num_stages: length of the list of stages, each of which counts what it accepts.
         blocks: the KV blocks it owns; they grow with it.
         ring: its index in the hand-off rings, ≥ 1 (0 takes the padding).
+        choice: which of its prompt's texts it is; keys its noise together with the seed.
     """
 
     def __init__(
@@ -45,11 +46,13 @@ class Row:
         num_stages: int,
         blocks: list[int],
         ring: int,
+        choice: int = 0,
     ) -> None:
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.params = params
         self.seed = seed
+        self.choice = choice
         self.max_len = max_len
         self.restart(blocks, ring, num_tiers)
         self.stats = [TierStats() for _ in range(num_stages)]
@@ -81,6 +84,12 @@ class Row:
         # A `layer` exit keeps KV of its own and so a cursor of its own, at most its tier's.
         self.exit_cursors = [0] * num_tiers
         self._num_restarted = len(self.token_ids)
+
+    def skip_prompt(self, tiers_with_exit: Sequence[int]) -> None:
+        """Its blocks hold the prompt's KV already, as another row has computed it."""
+        done = self.num_prompt_tokens - 1
+        self.cursors = [done] * len(self.cursors)
+        self.exit_cursors = [done if tier in tiers_with_exit else 0 for tier in range(len(self.cursors))]
 
     def append(self, token_id: int) -> None:
         assert len(self.token_ids) < self.max_len, f"row is full at {self.max_len} tokens"

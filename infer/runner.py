@@ -95,6 +95,12 @@ class Runner:
         for page in self._pages:
             page[list(blocks)] = 0
 
+    @torch.inference_mode()
+    def copy(self, source: int, target: int) -> None:
+        """Copy a block, so that a row can write where others only read."""
+        for page in self._pages:
+            page[target] = page[source]
+
     # ---- prefill ----
 
     def next_chunk(self, row: Row) -> range:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from infer.output import TierMetrics
@@ -20,6 +21,15 @@ class TierStats:
         self.num_drafts += 1
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted += num_accepted
+
+    @classmethod
+    def total(cls, parts: Iterable[TierStats]) -> TierStats:
+        total = cls()
+        for part in parts:
+            total.num_drafts += part.num_drafts
+            total.num_draft_tokens += part.num_draft_tokens
+            total.num_accepted += part.num_accepted
+        return total
 
     def snapshot(self, tier: str) -> TierMetrics:
         return TierMetrics(tier, self.num_drafts, self.num_draft_tokens, self.num_accepted)

@@ -44,6 +44,8 @@ PROMPTS = (
     tuple(range(40, 56)),
 )
 
+NAN_ID = 100  # see `nan_model`
+
 # (row, tier, position of the token to be picked, logits [V']) → logits [V']
 Rig = Callable[[Row, int, int, Tensor], Tensor]
 
@@ -126,11 +128,14 @@ class Tiny:
         limit = longest if params.max_tokens is None else min(longest, len(prompt) + params.max_tokens)
         eos_ids = frozenset(() if params.ignore_eos else eos)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        return Request(
+        request = Request(
             request_id=str(next(self._numbers)), prompt=None, prompt_token_ids=tuple(prompt), params=params,
             seed=seed, max_len=limit, stop_token_ids=eos_ids | frozenset(params.stop_token_ids or ()),
             eos_token_ids=eos_ids, detokenizer=Detokenizer(IdText(), params), judge_names=self._names,
         )  # fmt: skip
+        for _ in range(1, params.n):
+            request.add_choice(Detokenizer(IdText(), params))
+        return request
 
     def drain(self) -> None:
         """Step until all is done; a request that is never admitted fails the test instead of hanging it."""
@@ -178,6 +183,22 @@ def model_of(family: str = "llama") -> EarlyExitModel:
 @functools.cache
 def oracle(family: str, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
     return hf_greedy(model_of(family), prompt, num_tokens)
+
+
+def all_is_free(tiny: Tiny) -> bool:
+    tiny.engine.check_integrity()
+    rings = sorted(tiny.engine._free_rings)
+    return tiny.engine.pool.num_free == tiny.engine.pool.num_blocks - 1 and rings == list(range(1, len(rings) + 1))
+
+
+def nan_model() -> tuple[EarlyExitModel, dict[tuple[int, ...], list[int]]]:
+    """The embedding of NAN_ID is NaN, so a prompt that holds it fills its pages with NaN; nobody ever proposes it."""
+    model = make_model()
+    with torch.no_grad():
+        model.base.lm_head.weight[NAN_ID] = 0
+        texts = {p: [*p, *hf_greedy(model, p, 14)] for p in ((5, 9, 3), (11,) * 17, (NAN_ID, 3, 4))}
+        model.base.model.embed_tokens.weight[NAN_ID] = torch.nan
+    return model, texts
 
 
 class Script:

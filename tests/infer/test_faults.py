@@ -1,17 +1,31 @@
-"""What a fault in one place does elsewhere: nothing. Rows of the failing call end with the cause, the engine serves on."""
+"""A fault does nothing elsewhere: rows of the failing call end with its cause, and the engine serves on."""
 
 import pytest
 import torch
 
 from infer.params import SamplingParams
 from infer.strategy import Policy
-from tests.infer.test_engine import NAN_ID, all_is_free, nan_model
-from tests.tiny_engine import PROMPTS, STRATEGIES, Script, Tiny, make_model, model_of, oracle, texts_of
+from tests.tiny_engine import (
+    NAN_ID,
+    PROMPTS,
+    STRATEGIES,
+    Script,
+    Tiny,
+    all_is_free,
+    make_model,
+    model_of,
+    nan_model,
+    oracle,
+    texts_of,
+)
 
 NUM_TOKENS = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
 ROWS = PROMPTS[:3]
-WANT = [oracle("llama", p, 14)[:NUM_TOKENS] for p in ROWS]
+
+
+def want() -> list[list[int]]:
+    return [oracle("llama", p, 14)[:NUM_TOKENS] for p in ROWS]
 
 
 class RaisesOn:
@@ -45,15 +59,15 @@ def test_a_program_that_raises_once_ends_the_rows_of_its_call_and_no_other(strat
     tiny.drain()
     failed = [r for r in requests if r.finish_reason == "error"]
     assert failed or fault.left > 0
-    for request, want in zip(requests, WANT):
-        assert request.token_ids == want[: len(request.token_ids)]
+    for request, text in zip(requests, want()):
+        assert request.token_ids == text[: len(request.token_ids)]
         if request in failed:
             assert request.stop_reason == "RuntimeError: out of luck"
             assert request.output().outputs[0].stop_reason == "RuntimeError: out of luck"
         else:
-            assert (request.token_ids, request.finish_reason) == (want, "length")
+            assert (request.token_ids, request.finish_reason) == (text, "length")
     assert all_is_free(tiny)
-    assert [r.token_ids for r in tiny.generate(ROWS, GREEDY)] == WANT
+    assert [r.token_ids for r in tiny.generate(ROWS, GREEDY)] == want()
 
 
 @pytest.mark.parametrize("k", range(1, 40, 3))
@@ -80,8 +94,8 @@ def test_rows_of_other_calls_take_the_round_again_and_give_their_own_tokens(k):
     reasons = [r.finish_reason for r in requests]
     assert reasons.count("error") < 3
     assert calls < k or "error" in reasons
-    for request, want in zip(requests, WANT):
-        assert request.token_ids == (want if request.finish_reason == "length" else want[: len(request.token_ids)])
+    for request, text in zip(requests, want()):
+        assert request.token_ids == (text if request.finish_reason == "length" else text[: len(request.token_ids)])
     assert all_is_free(tiny)
 
 
@@ -111,7 +125,7 @@ def test_a_tokenizer_that_stumbles_ends_its_request_alone():
         tiny.engine.add(request)
     tiny.drain()
     assert [r.finish_reason for r in requests] == ["length", "error", "length"]
-    assert [r.token_ids for r in requests[::2]] == WANT[::2]
+    assert [r.token_ids for r in requests[::2]] == want()[::2]
     assert all_is_free(tiny)
 
 
