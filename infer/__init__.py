@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 if TYPE_CHECKING:
+    from infer.async_llm import AsyncLLM
     from infer.llm import LLM
     from infer.output import CompletionOutput, RequestOutput
     from infer.params import SamplingParams
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 
 _HOMES = {
     "LLM": "infer.llm",
+    "AsyncLLM": "infer.async_llm",
     "CompletionOutput": "infer.output",
     "RequestOutput": "infer.output",
     "SamplingParams": "infer.params",

@@ -175,6 +175,40 @@ class LLM:
         ids = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
         return list(ids)
 
+    def make_request(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, *, number: int = 0
+    ) -> Request:
+        """The engine's record of a prompt, to be added to it; nothing runs yet.
+
+        Raises:
+            ValueError: the prompt is empty or too long; it is called `number` there.
+        """
+        text, ids = self._encode(prompt, number)
+        longest = self.manifest.limits.max_model_len
+        if len(ids) >= longest:
+            raise ValueError(
+                f"prompt {number} has {len(ids)} tokens, which leaves no room for an answer: "
+                f"max_model_len is {longest}; shorten the prompt, or export with a larger --max-model-len"
+            )
+        limit = longest if params.max_tokens is None else min(longest, len(ids) + params.max_tokens)
+        eos = frozenset(() if params.ignore_eos else self.manifest.eos_token_ids)
+        request = Request(
+            request_id=str(next(self._request_numbers)) if request_id is None else request_id,
+            prompt=text,
+            prompt_token_ids=tuple(ids),
+            params=params,
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            max_len=limit,
+            stop_token_ids=eos | frozenset(params.stop_token_ids or ()),
+            eos_token_ids=eos,
+            detokenizer=Detokenizer(self.tokenizer, params),
+            judge_names=self.judge_names,
+        )
+        for _ in range(1, params.n):
+            request.add_choice(Detokenizer(self.tokenizer, params))
+        self.engine.check_fits(request)
+        return request
+
     # ---- internals ----
 
     def _run(self, requests: Sequence[Request]) -> None:
@@ -194,34 +228,8 @@ class LLM:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"{len(each)} sampling_params for {len(prompts)} prompts: give one, or one for each")
-        return [self._request(prompt, p, number) for number, (prompt, p) in enumerate(zip(prompts, each, strict=True))]
-
-    def _request(self, prompt: Prompt, params: SamplingParams, number: int) -> Request:
-        text, ids = self._encode(prompt, number)
-        longest = self.manifest.limits.max_model_len
-        if len(ids) >= longest:
-            raise ValueError(
-                f"prompt {number} has {len(ids)} tokens, which leaves no room for an answer: "
-                f"max_model_len is {longest}; shorten the prompt, or export with a larger --max-model-len"
-            )
-        limit = longest if params.max_tokens is None else min(longest, len(ids) + params.max_tokens)
-        eos = frozenset(() if params.ignore_eos else self.manifest.eos_token_ids)
-        request = Request(
-            request_id=str(next(self._request_numbers)),
-            prompt=text,
-            prompt_token_ids=tuple(ids),
-            params=params,
-            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
-            max_len=limit,
-            stop_token_ids=eos | frozenset(params.stop_token_ids or ()),
-            eos_token_ids=eos,
-            detokenizer=Detokenizer(self.tokenizer, params),
-            judge_names=self.judge_names,
-        )
-        for _ in range(1, params.n):
-            request.add_choice(Detokenizer(self.tokenizer, params))
-        self.engine.check_fits(request)
-        return request
+        pairs = enumerate(zip(prompts, each, strict=True))
+        return [self.make_request(prompt, p, number=number) for number, (prompt, p) in pairs]
 
     def _encode(self, prompt: Prompt, number: int) -> tuple[str | None, list[int]]:
         text: str | None = None
