@@ -20,6 +20,7 @@ An exception out of a program ends the rows of that call, with the cause; the ot
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -74,6 +75,7 @@ class Engine:
 
     def add(self, request: Request) -> None:
         self.check_fits(request)
+        request.arrival_time = time.perf_counter()
         self.waiting.append(request)
 
     def abort(self, request_id: str) -> None:
@@ -112,11 +114,13 @@ class Engine:
             failed = [request for request, row in zip(requests, rows, strict=True) if id(row) in hit]
             self._fail(failed, error)
             return failed
+        now = time.perf_counter()
         for request, row, start in zip(requests, rows, before, strict=True):
             row.check_integrity()
             stop = row.num_committed - row.is_broken  # the token that NaN logits gave is none
             try:
                 request.commit(row.token_ids[start:stop])
+                request.note_time(now)
             except Exception as error:  # a tokenizer may stumble over ids that a model should not give
                 self._fail([request], error)
             if row.is_broken and not request.is_finished:
@@ -267,6 +271,7 @@ class Engine:
         _row(request).restart([], 0, self.runner.num_tiers)
         self.waiting.appendleft(request)
         self.num_preemptions += 1
+        request.num_preemptions += 1
 
     # ---- rows go ----
 

@@ -16,6 +16,7 @@ class TierMetrics:
     num_drafts: int = 0  # rounds in which something was proposed
     num_draft_tokens: int = 0
     num_accepted: int = 0
+    accepted_lengths: tuple[int, ...] = ()  # [k]: in how many of these rounds k tokens were accepted
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -25,6 +26,11 @@ class TierMetrics:
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
     tiers: tuple[TierMetrics, ...] = ()  # from the first judge to the target; empty if nothing was drafted
+    time_to_first_token: float | None = (
+        None  # seconds since the engine got the request; of the first choice to have one
+    )
+    time_per_output_token: float | None = None  # seconds, over all choices; None until one has two tokens
+    num_preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)

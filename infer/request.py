@@ -51,6 +51,10 @@ class Request:
     text: str = ""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    arrival_time: float = 0.0  # all times are seconds of one clock, read by the engine
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    num_preemptions: int = 0
 
     @property
     def is_finished(self) -> bool:
@@ -84,6 +88,13 @@ class Request:
                 return
         self.text += self.detokenizer.take()
 
+    def note_time(self, now: float) -> None:
+        """Tokens have just been committed."""
+        if self.token_ids:
+            self.last_token_time = now
+            if self.first_token_time is None:
+                self.first_token_time = now
+
     def abort(self, reason: str) -> None:
         self._finish("abort", reason)
 
@@ -100,11 +111,25 @@ class Request:
 
     def output(self) -> RequestOutput:
         """What the user sees now, all choices together; the leader's to give."""
+        outputs = tuple(choice.completion() for choice in (self, *self.siblings))
+        return RequestOutput(
+            self.request_id, self.prompt, self.prompt_token_ids, outputs, self.is_answered, self._metrics()
+        )
+
+    def _metrics(self) -> RequestMetrics:
         choices = (self, *self.siblings)
         rows = [choice.row.stats for choice in choices if choice.row is not None]
-        totals = [TierStats.total(stats) for stats in zip(*rows, strict=True)]
+        totals = [TierStats.total(stats) for stats in zip(*rows, strict=True)] if len(rows) > 1 else sum(rows, [])
         tiers = tuple(s.snapshot(name) for s, name in zip(totals, self.judge_names, strict=bool(totals)))[1:]
-        outputs = tuple(choice.completion() for choice in choices)
-        return RequestOutput(
-            self.request_id, self.prompt, self.prompt_token_ids, outputs, self.is_answered, RequestMetrics(tiers)
+        spans = [
+            (choice.first_token_time, choice.last_token_time, len(choice.token_ids) - 1)
+            for choice in choices
+            if choice.first_token_time is not None and choice.last_token_time is not None
+        ]
+        num_later = sum(num for _, _, num in spans)
+        return RequestMetrics(
+            tiers,
+            time_to_first_token=min(first for first, _, _ in spans) - self.arrival_time if spans else None,
+            time_per_output_token=sum(last - first for first, last, _ in spans) / num_later if num_later else None,
+            num_preemptions=sum(choice.num_preemptions for choice in choices),
         )

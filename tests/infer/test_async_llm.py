@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import itertools
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -51,7 +52,7 @@ def test_concurrent_callers_get_the_oracles_tokens_in_growing_outputs(strategy):
         for prompt, outputs in zip(prompts, results, strict=True):
             assert list(outputs[-1].outputs[0].token_ids) == oracle("llama", prompt, NUM_TOKENS)
             assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
-            for before, after in zip(outputs, outputs[1:]):
+            for before, after in itertools.pairwise(outputs):
                 assert after.outputs[0].text.startswith(before.outputs[0].text)
             assert len({o.request_id for o in outputs}) == 1
 
