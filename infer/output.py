@@ -26,9 +26,7 @@ class TierMetrics:
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
     tiers: tuple[TierMetrics, ...] = ()  # from the first judge to the target; empty if nothing was drafted
-    time_to_first_token: float | None = (
-        None  # seconds since the engine got the request; of the first choice to have one
-    )
+    time_to_first_token: float | None = None  # seconds from arrival; of the first choice to have one
     time_per_output_token: float | None = None  # seconds, over all choices; None until one has two tokens
     num_preemptions: int = 0
 

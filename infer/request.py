@@ -119,7 +119,7 @@ class Request:
     def _metrics(self) -> RequestMetrics:
         choices = (self, *self.siblings)
         rows = [choice.row.stats for choice in choices if choice.row is not None]
-        totals = [TierStats.total(stats) for stats in zip(*rows, strict=True)] if len(rows) > 1 else sum(rows, [])
+        totals = [TierStats.total(stats) for stats in zip(*rows, strict=True)]
         tiers = tuple(s.snapshot(name) for s, name in zip(totals, self.judge_names, strict=bool(totals)))[1:]
         spans = [
             (choice.first_token_time, choice.last_token_time, len(choice.token_ids) - 1)

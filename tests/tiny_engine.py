@@ -161,6 +161,26 @@ class Tiny:
         return requests
 
 
+def stub_programs(tiny: Tiny) -> None:
+    """Replace all programs by ones that compute nothing: what is left is the runtime's own time."""
+    manifest, runner = tiny.manifest, tiny.runner
+    hidden: dict[tuple[int, ...], Tensor] = {}
+    logits = torch.zeros(512, manifest.base.vocab_size, device=DEVICE)
+
+    def paged(x: Tensor, positions: Tensor, *_: object) -> Tensor:
+        shape = (*positions.shape, manifest.base.hidden_size)
+        if shape not in hidden:
+            hidden[shape] = torch.zeros(shape, device=DEVICE)
+        return hidden[shape]
+
+    runner._trunks = [(paged, *rest) for _, *rest in runner._trunks]
+    runner._exits = [
+        (paged if e.has_kv else lambda states: states, *rest)
+        for (_, *rest), e in zip(runner._exits, runner.exits, strict=True)
+    ]
+    runner._unembeds = [(lambda states: logits[: len(states)], *rest) for _, *rest in runner._unembeds]
+
+
 def hf_greedy(model: EarlyExitModel, prompt: Sequence[int], num_tokens: int) -> list[int]:
     """The oracle: Hugging Face's own forward, one token at a time, without any cache."""
     base = model.base
