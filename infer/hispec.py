@@ -2,11 +2,11 @@
 
 Drafting, verifying early and verifying fully are the same act: bring a tier to the row's end, let its exit pick its own
 token at every position it had not seen, keep the proposed tokens that equal the picks, and append the pick after them
-(`verify`). With nothing proposed that act drafts one token. So a strategy is a list of stages, plain decoding a list of
-one; nothing here knows which strategy it serves.
+(`verify.judge`). With nothing proposed that act drafts one token. So a strategy is a list of stages, plain decoding a
+list of one; nothing here knows which strategy it serves.
 """
 
-# Shape legend: B rows, K proposed tokens at most, N tokens of all rows together
+# Shape legend: N tokens of all rows together, V vocabulary
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from infer.row import Row
 from infer.runner import Runner
 from infer.sampler import PickParams, pick
 from infer.stats import TierStats
-from infer.verify import verify
+from infer.verify import judge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,33 +85,22 @@ class Round:
         starts = [row.cursors[stage.tier] for row in rows]  # each row's proposals begin one position further
         logits = self.runner.score(rows, stage.tier)  # [N, V]
         counts = [len(row) - start for row, start in zip(rows, starts, strict=True)]
-        picks = pick(logits, self._pick_params(rows, starts, counts), self.runner.vocabs[stage.tier])  # [N]
+        picked = pick(logits, self._pick_params(rows, starts, counts), self.runner.vocabs[stage.tier])  # [N]
+        picks = picked.tolist()  # the stage's host synchronisation
         drafted = [row.token_ids[start + 1 :] for row, start in zip(rows, starts, strict=True)]
-        num_accepted, own_tokens, num_nan = self._verdict(drafted, picks, counts)
         is_target = level == len(self.stages) - 1
-        for row, start, proposed, accepted, own, nan in zip(
-            rows, starts, drafted, num_accepted, own_tokens, num_nan, strict=True
-        ):
+        stop = 0
+        for row, start, proposed, count in zip(rows, starts, drafted, counts, strict=True):
+            own_picks = picks[stop : (stop := stop + count)]
+            accepted, own = judge(proposed, own_picks)
             row.truncate(start + 1 + accepted)
-            row.has_nan = row.has_nan or nan > 0  # at a rejected position, too: its K and V stay in the blocks
-            row.is_broken = row.is_broken or (is_target and own < 0)
+            if min(own_picks) < 0:  # at a rejected position, too: its K and V stay in the blocks
+                row.has_nan = True
+                row.is_broken = row.is_broken or (is_target and own < 0)
             row.append(max(own, 0))  # a lower exit's broken pick is just a bad guess
             if proposed:
                 self.stats[level].add(len(proposed), accepted)
                 row.stats[level].add(len(proposed), accepted)
-
-    def _verdict(self, drafted: list[list[int]], picks: Tensor, counts: list[int]) -> list[list[int]]:
-        """Per row: how many proposed tokens are accepted, the judge's own token, how many of its picks failed."""
-        widest = max(counts)
-        if min(counts) == widest:
-            padded = picks.view(len(counts), widest)
-        else:
-            padded = pad_sequence(list(picks.split(counts)), batch_first=True, padding_value=0)
-        proposed = torch.tensor([ids + [0] * (widest - 1 - len(ids)) for ids in drafted], device=picks.device)
-        proposed = proposed.view(len(counts), widest - 1).long()
-        verdict = verify(proposed, torch.tensor([c - 1 for c in counts], device=picks.device), padded)
-        num_nan = (padded < 0).sum(dim=1)
-        return torch.stack([*verdict, num_nan]).tolist()  # the round's host synchronisation
 
     def _pick_params(self, rows: list[Row], starts: list[int], counts: list[int]) -> PickParams:
         """The rows' sampling parameters, repeated for every position to be picked."""
