@@ -27,6 +27,9 @@ class BlockPool:
     def num_free(self) -> int:
         return len(self._free)
 
+    def num_owners(self, block: int) -> int:
+        return self._num_owners[block]
+
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 

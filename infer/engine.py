@@ -26,6 +26,8 @@ from collections.abc import Sequence
 
 from infer.blocks import BlockPool
 from infer.hispec import Round
+from infer.kv_manager import KVManager
+from infer.prefix_cache import PrefixCache
 from infer.request import Request
 from infer.row import Row
 from infer.runner import ProgramError, Runner
@@ -42,20 +44,26 @@ class Engine:
         pool: the blocks of the runner's pages.
         max_num_seqs: most rows that run at once.
         max_num_prefill_tokens: most tokens that a step prefills; a step with work for it does at least one chunk.
+        prefix_cache: over the same pool; None computes every prompt.
     """
 
     def __init__(
-        self, runner: Runner, round_: Round, pool: BlockPool, max_num_seqs: int, max_num_prefill_tokens: int = 512
+        self,
+        runner: Runner,
+        round_: Round,
+        pool: BlockPool,
+        max_num_seqs: int,
+        max_num_prefill_tokens: int = 512,
+        prefix_cache: PrefixCache | None = None,
     ) -> None:
         self.runner = runner
         self.round = round_
         self.pool = pool
+        self.kv = KVManager(pool, runner, prefix_cache)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.max_num_prefill_tokens = max_num_prefill_tokens
         self.num_preemptions = 0
-        self._sharing: list[Request] = []  # leaders that hold their prompt's blocks for siblings still to be admitted
-        self._suspects: set[int] = set()  # blocks that may hold NaN and have other owners yet
         self._prefilling: deque[Request] = deque()  # those of `running` that are not ready; [0] gets the next chunk
         self._free_rings = list(range(max_num_seqs, 0, -1))
 
@@ -123,6 +131,8 @@ class Engine:
                 request.note_time(now)
             except Exception as error:  # a tokenizer may stumble over ids that a model should not give
                 self._fail([request], error)
+            if start == row.num_prompt_tokens and request.choice == 0 and request.finish_reason != "error":
+                self.kv.remember(row, self.round.judging_tiers)
             if row.is_broken and not request.is_finished:
                 request.abort("the target's logits are NaN")
         return []
@@ -141,46 +151,40 @@ class Engine:
     # ---- rows come ----
 
     def _admit(self) -> None:
+        tiers = self.round.judging_tiers
         while self.waiting and self._free_rings:
             request = self.waiting[0]
             num_tokens = len(request.prompt_token_ids) + len(request.token_ids)
-            blocks = self._whole_blocks(request)
-            num_shared = len(blocks)
-            if not self.pool.grow(blocks, self._num_blocks_for_round(num_tokens, request.max_len)):
-                # Shared blocks must not keep out the only row that there is.
-                if self.running or not self._sharing:
+            place = self.kv.allocate(request, self._num_blocks_for_round(num_tokens, request.max_len), tiers)
+            if place is None:
+                if self.running or not self.kv.relieve():
                     return
-                self._unshare(self._sharing[-1])
-                continue
+                continue  # prompts that are held must not keep out the only row that there is
             self.waiting.popleft()
-            self.pool.share(blocks[:num_shared])
-            self._place(request, blocks)
+            row = self._place(request, place.blocks)
+            row.skip(place.num_computed, tiers)
             self.running.append(request)
-            if not _row(request).is_ready:
+            if not row.is_ready:
                 self._prefilling.append(request)
-            self._unshare_if_done(request)
+            self.kv.unshare_if_done(request)
 
-    def _place(self, request: Request, blocks: list[int]) -> None:
+    def _place(self, request: Request, blocks: list[int]) -> Row:
         ring, num_tiers = self._free_rings.pop(), self.runner.num_tiers
         if request.row is not None:
             request.row.restart(blocks, ring, num_tiers)
-        else:
-            request.row = Row(
-                request.prompt_token_ids,
-                request.params,
-                seed=request.seed,
-                max_len=request.max_len,
-                num_tiers=num_tiers,
-                num_stages=len(self.round.stages),
-                blocks=blocks,
-                ring=ring,
-                choice=request.choice,
-            )
-        shared = (request.leader or request).shared_blocks
-        if shared is not None:
-            if len(shared) > (whole := len(self._whole_blocks(request))):
-                self.runner.copy(shared[whole], blocks[whole])
-            request.row.skip_prompt(self.round.judging_tiers)
+            return request.row
+        request.row = Row(
+            request.prompt_token_ids,
+            request.params,
+            seed=request.seed,
+            max_len=request.max_len,
+            num_tiers=num_tiers,
+            num_stages=len(self.round.stages),
+            blocks=blocks,
+            ring=ring,
+            choice=request.choice,
+        )
+        return request.row
 
     def _prefill(self) -> list[Request]:
         """Compute chunks of rows that are not ready, in turn; the requests that failed."""
@@ -203,49 +207,15 @@ class Engine:
                 self._prefilling.append(request)
         return failed
 
-    # ---- choices of one prompt ----
-
     def _admit_siblings(self) -> None:
+        """The other choices of prompts that have just been computed come next."""
         leaders = [r for r in self.running if r.pending and _row(r).is_ready]
         for leader in leaders:
-            self._share(leader)
+            self.kv.share(leader, _row(leader))
             self.waiting.extendleft(reversed(leader.pending))
             leader.pending.clear()
         if leaders:
             self._admit()
-
-    def _share(self, leader: Request) -> None:
-        """Own the prompt's blocks beside the leader, who goes on to write in the last one: that is copied."""
-        num_whole, rest = divmod(len(leader.prompt_token_ids) - 1, self.pool.block_size)
-        table = _row(leader).block_table
-        if rest and not self.pool.num_free:
-            return  # the siblings compute the prompt themselves
-        shared = table[:num_whole]
-        self.pool.share(shared)
-        if rest:
-            (copy,) = self.pool.allocate(1)
-            self.runner.copy(table[num_whole], copy)
-            shared.append(copy)
-        leader.shared_blocks = shared
-        self._sharing.append(leader)
-
-    def _whole_blocks(self, request: Request) -> list[int]:
-        """The blocks that a choice need not compute: those that its prompt fills, while they are held."""
-        shared = (request.leader or request).shared_blocks or []
-        return shared[: (len(request.prompt_token_ids) - 1) // self.pool.block_size]
-
-    def _unshare_if_done(self, sibling: Request) -> None:
-        leader = sibling.leader
-        if leader is None or leader.shared_blocks is None:
-            return
-        if all(s.row is not None or s.is_finished for s in leader.siblings):
-            self._unshare(leader)
-
-    def _unshare(self, leader: Request) -> None:
-        assert leader.shared_blocks is not None
-        self._sharing.remove(leader)
-        self._give_back(leader.shared_blocks, _row(leader).may_hold_nan)
-        leader.shared_blocks = None
 
     # ---- blocks ----
 
@@ -258,11 +228,9 @@ class Engine:
         number = 0
         while number < len(self.running):
             row = _row(self.running[number])
-            if self.pool.grow(row.block_table, self._num_blocks_for_round(len(row), row.max_len)):
+            if self.kv.grow(row.block_table, self._num_blocks_for_round(len(row), row.max_len)):
                 number += 1
-            elif self._sharing:
-                self._unshare(self._sharing[-1])
-            else:
+            elif not self.kv.relieve():
                 self._preempt(self.running[-1])
 
     def _preempt(self, request: Request) -> None:
@@ -281,29 +249,19 @@ class Engine:
             self.waiting.remove(request)
         if request in self.running:
             self._take_back(request)
-        self._unshare_if_done(request)
+        self.kv.unshare_if_done(request)
 
     def _take_back(self, request: Request) -> None:
         row = _row(request)
         self.running.remove(request)
         if request in self._prefilling:
             self._prefilling.remove(request)
-        self._give_back(row.block_table, row.may_hold_nan)
+        self.kv.give_back(row.block_table, row.may_hold_nan)
         self._free_rings.append(row.ring)
-
-    def _give_back(self, blocks: Sequence[int], may_hold_nan: bool) -> None:
-        """Free blocks; those that may hold NaN are zeroed once their last owner goes."""
-        if may_hold_nan:
-            self._suspects.update(blocks)
-        freed = self.pool.free(blocks)
-        if self._suspects and (dirty := self._suspects.intersection(freed)):
-            self.runner.clear(sorted(dirty))
-            self._suspects -= dirty
 
     def check_integrity(self) -> None:
         """Invariant 3 of DESIGN §6, asserted between steps."""
-        tables = [_row(request).block_table for request in self.running]
-        self.pool.check_integrity([*tables, *(leader.shared_blocks or () for leader in self._sharing)])
+        self.kv.check_integrity(_row(request).block_table for request in self.running)
         rings = [_row(request).ring for request in self.running]
         assert 0 not in rings and len({*rings, *self._free_rings}) == len(rings) + len(self._free_rings), rings
         assert set(self._prefilling) == {r for r in self.running if not _row(r).is_ready}

@@ -19,6 +19,7 @@ from infer.engine import Engine
 from infer.hispec import Round
 from infer.output import RequestOutput
 from infer.params import SamplingParams
+from infer.prefix_cache import PrefixCache
 from infer.request import Request
 from infer.runner import Runner
 from infer.strategy import Policy, stages_of
@@ -45,6 +46,7 @@ class LLM:
         gpu_memory_utilization: share of the GPU's memory that weights and pool may fill together.
         max_num_seqs: most sequences that run at once.
         max_num_prefill_tokens: most prompt tokens computed between two rounds of the sequences that decode.
+        enable_prefix_caching: keep prompts' KV for later prompts of the same beginning, while there is room.
         num_draft_tokens, window, inner_rounds: the policy's γ, N_i and R.
         seed: draws the seeds of requests that bring none; None draws them from the system.
 
@@ -64,6 +66,7 @@ class LLM:
         gpu_memory_utilization: float = 0.9,
         max_num_seqs: int = 16,
         max_num_prefill_tokens: int = 512,
+        enable_prefix_caching: bool = False,
         num_draft_tokens: int = 2,
         window: int = 4,
         inner_rounds: int = 4,
@@ -102,7 +105,8 @@ class LLM:
             device=torch.device(device),
         )
         pool = BlockPool(num_blocks, self.manifest.block_size)
-        self.engine = Engine(runner, Round(runner, stages), pool, max_num_seqs, max_num_prefill_tokens)
+        cache = PrefixCache(pool, runner.prefill_chunk) if enable_prefix_caching else None
+        self.engine = Engine(runner, Round(runner, stages), pool, max_num_seqs, max_num_prefill_tokens, cache)
         self.strategy = strategy
         self._request_numbers = itertools.count()
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()

@@ -85,11 +85,10 @@ class Row:
         self.exit_cursors = [0] * num_tiers
         self._num_restarted = len(self.token_ids)
 
-    def skip_prompt(self, tiers_with_exit: Sequence[int]) -> None:
-        """Its blocks hold the prompt's KV already, as another row has computed it."""
-        done = self.num_prompt_tokens - 1
-        self.cursors = [done] * len(self.cursors)
-        self.exit_cursors = [done if tier in tiers_with_exit else 0 for tier in range(len(self.cursors))]
+    def skip(self, num_positions: int, tiers_with_exit: Sequence[int]) -> None:
+        """Begin behind positions whose KV its blocks hold, these exits' included."""
+        self.cursors = [num_positions] * len(self.cursors)
+        self.exit_cursors = [num_positions if tier in tiers_with_exit else 0 for tier in range(len(self.cursors))]
 
     def append(self, token_id: int) -> None:
         assert len(self.token_ids) < self.max_len, f"row is full at {self.max_len} tokens"

@@ -126,8 +126,7 @@ class Runner:
             x = self._call(self._trunks[tier], x, query)
             if tier in tiers_with_exit and self.exits[tier].has_kv:
                 self._call(self._exits[tier], x, query)
-        row.cursors = [span.stop] * self.num_tiers
-        row.exit_cursors = [span.stop if tier in tiers_with_exit else 0 for tier in range(self.num_tiers)]
+        row.skip(span.stop, tiers_with_exit)
 
     # ---- decoding ----
 

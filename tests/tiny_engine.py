@@ -21,6 +21,7 @@ from infer.detokenizer import Detokenizer
 from infer.engine import Engine
 from infer.hispec import Round
 from infer.params import SamplingParams
+from infer.prefix_cache import PrefixCache
 from infer.request import Request
 from infer.row import Row
 from infer.runner import Runner
@@ -103,6 +104,7 @@ class Tiny:
         rig: Rig | None = None,
         max_model_len: int = 128,
         max_num_prefill_tokens: int = 512,
+        enable_prefix_caching: bool = False,
     ) -> None:
         self.manifest = make_manifest(model, max_model_len=max_model_len)
         programs = make_programs(model, BLOCK_SIZE)
@@ -118,7 +120,8 @@ class Tiny:
         stages = stages_of(strategy, policy or Policy(), self.manifest)
         self.round = Round(self.runner, stages)
         pool = BlockPool(num_blocks, BLOCK_SIZE)
-        self.engine = Engine(self.runner, self.round, pool, max_num_seqs, max_num_prefill_tokens)
+        self.prefix_cache = PrefixCache(pool, self.runner.prefill_chunk) if enable_prefix_caching else None
+        self.engine = Engine(self.runner, self.round, pool, max_num_seqs, max_num_prefill_tokens, self.prefix_cache)
         self._names = tuple(self.manifest.tiers[s.tier].name for s in stages)
         self._numbers = itertools.count()
         self._seeds = random.Random(0)
@@ -157,7 +160,7 @@ class Tiny:
         for request in requests:
             self.engine.add(request)
         self.drain()
-        assert self.engine.pool.num_free == self.engine.pool.num_blocks - 1
+        assert self.prefix_cache or self.engine.pool.num_free == self.engine.pool.num_blocks - 1
         return requests
 
 
@@ -207,6 +210,8 @@ def oracle(family: str, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
 
 def all_is_free(tiny: Tiny) -> bool:
     tiny.engine.check_integrity()
+    while tiny.prefix_cache and (idle := tiny.prefix_cache.pop_idle()):
+        tiny.engine.kv.give_back(idle)
     rings = sorted(tiny.engine._free_rings)
     return tiny.engine.pool.num_free == tiny.engine.pool.num_blocks - 1 and rings == list(range(1, len(rings) + 1))
 

@@ -91,6 +91,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 8),
         bitwise_range=st.sampled_from([None, (1, 4), (2, 3), (2, 8)]),
         max_num_prefill_tokens=st.sampled_from([1, 8, 20, 512]),
+        enable_prefix_caching=st.booleans(),
     )
     def start(self, strategy: str, policy: Policy, rig: str, seed: int, **options: Any) -> None:
         self.tiny = Tiny(model_of(), strategy, policy, rig=rig_of(rig, seed), **options)
@@ -160,8 +161,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.tiny.drain()
         self.nothing_is_lost_and_nothing_shown_is_wrong()
         assert all(leader.is_answered for leader, _ in self.requests)
-        assert not self.tiny.engine._sharing and not self.tiny.engine._suspects
         assert all_is_free(self.tiny)
+        assert not self.tiny.engine.kv.sharing and not self.tiny.engine.kv._suspects
 
 
 def profile(max_examples: int, stateful_step_count: int) -> settings:
