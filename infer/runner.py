@@ -195,10 +195,16 @@ class Runner:
         self, rows: Sequence[Row], starts: list[int], bitwise_range: Range
     ) -> list[tuple[list[Row], list[range]]]:
         """Rows that have positions to compute, in runs whose rectangles stay within the program's bitwise range."""
-        todo = [(row, range(start, len(row))) for row, start in zip(rows, starts, strict=True) if start < len(row)]
-        spans = [span for _, span in todo]
+        todo, spans = list[Row](), list[range]()
+        for row, start in zip(rows, starts, strict=True):
+            if start < (stop := len(row.token_ids)):
+                todo.append(row)
+                spans.append(range(start, stop))
         limit = bitwise_range[1] if bitwise_range else None
-        return [([todo[i][0] for i in run], [spans[i] for i in run]) for run in split_by_size(spans, limit)]
+        runs = split_by_size(spans, limit)
+        if len(runs) == 1:
+            return [(todo, spans)]
+        return [([todo[i] for i in run], [spans[i] for i in run]) for run in runs]
 
     def _query(self, rows: list[Row], spans: list[range]) -> Query:
         """The tensors of a call. Tiers that stand level compute the same positions, so the last ones are kept."""
