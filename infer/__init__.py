@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 if TYPE_CHECKING:
+    from infer.async_llm import AsyncLLM
     from infer.llm import LLM
     from infer.output import CompletionOutput, Logprob, RequestOutput
     from infer.params import SamplingParams
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
 
 _HOMES = {
     "LLM": "infer.llm",
+    "AsyncLLM": "infer.async_llm",
     "CompletionOutput": "infer.output",
     "Logprob": "infer.output",
     "RequestOutput": "infer.output",

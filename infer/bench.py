@@ -55,7 +55,7 @@ class Result:
                 counts[i] += value
 
     def acceptance(self) -> dict[str, TierMetrics]:
-        return {tier: TierMetrics(tier, *counts) for tier, counts in self.tiers.items()}
+        return {tier: TierMetrics(tier, counts[0], counts[1], counts[2]) for tier, counts in self.tiers.items()}
 
 
 @dataclass(frozen=True, slots=True)

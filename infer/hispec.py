@@ -2,11 +2,11 @@
 
 Drafting, verifying early and verifying fully are the same act: bring a tier to the row's end, let its exit pick its own
 token at every position it had not seen, keep the proposed tokens that equal the picks, and append the pick after them
-(`verify`). With nothing proposed that act drafts one token. So a strategy is a list of stages, plain decoding a list of
-one; nothing here knows which strategy it serves.
+(`verify.judge`). With nothing proposed that act drafts one token. So a strategy is a list of stages, plain decoding a
+list of one; nothing here knows which strategy it serves.
 """
 
-# Shape legend: B rows, K proposed tokens at most, N tokens of all rows together
+# Shape legend: N tokens of all rows together, V vocabulary
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from infer.logprobs import score
 from infer.processors import Processors
@@ -23,7 +22,7 @@ from infer.row import Row
 from infer.runner import Runner
 from infer.sampler import PickParams, pick
 from infer.stats import TierStats
-from infer.verify import verify
+from infer.verify import judge
 
 NAN_LOGITS = "the target's logits are NaN"
 NOTHING_ALLOWED = "allowed_token_ids, bad_words and min_tokens together leave no token to pick"
@@ -49,9 +48,9 @@ class _Batch:
 
     def __init__(self, rows: Sequence[Row], device: torch.device) -> None:
         self.rows = list(rows)
-        self.params = PickParams.of([r.params for r in rows], [r.seed for r in rows], [0] * len(rows), device)
+        columns = [r.params for r in rows], [r.seed for r in rows], [0] * len(rows)
+        self.params = PickParams.of(*columns, device, [r.choice for r in rows])
         self.has_rules = any(r.rules is not None for r in rows)
-        self.has_scores = any(r.scores is not None and r.scores.num_generated is not None for r in rows)
         self.processors: dict[int, Processors] = {}  # by tier, as vocabularies differ
 
 
@@ -71,6 +70,11 @@ class Round:
     @property
     def judging_tiers(self) -> list[int]:
         return [stage.tier for stage in self.stages]
+
+    @property
+    def reach(self) -> int:
+        """Most positions that a round computes in a row, that of its last token included."""
+        return max(1, self.stages[0].window)
 
     def run(self, rows: Sequence[Row]) -> None:
         self._run_stage(list(rows), len(self.stages) - 1)
@@ -101,16 +105,21 @@ class Round:
         if self._batch.rows != rows:
             self._batch = _Batch(rows, self.runner.device)
         processed = self._processed(logits, starts, counts, tier) if self._batch.has_rules else logits
-        picks = pick(processed, self._pick_params(starts, counts), self.runner.vocabs[tier])  # [N]
+        picked = pick(processed, self._pick_params(starts, counts), self.runner.vocabs[tier])  # [N]
+        picks = picked.tolist()  # the stage's host synchronisation
         drafted = [row.token_ids[start + 1 :] for row, start in zip(rows, starts, strict=True)]
-        num_accepted, own_tokens = self._verdict(drafted, picks, counts)
         is_target = level == len(self.stages) - 1
-        if min(own_tokens) < 0:
-            self._note_failures(logits, counts, num_accepted, own_tokens, is_target)
-        if is_target and self._batch.has_scores:
-            self._write_scores(logits, picks, counts, num_accepted, own_tokens)
-        for row, start, proposed, accepted, own in zip(rows, starts, drafted, num_accepted, own_tokens, strict=True):
+        first = 0
+        for row, start, proposed, count in zip(rows, starts, drafted, counts, strict=True):
+            own_picks = picks[first : first + count]
+            accepted, own = judge(proposed, own_picks)
             row.truncate(start + 1 + accepted)
+            if min(own_picks) < 0:  # at a rejected position, too: its K and V stay in the blocks
+                _note_failure(row, logits[first : first + count], own_picks, is_target and own < 0)
+            if is_target and row.scores is not None and row.scores.num_generated is not None:
+                lines = slice(first, first + accepted + (own >= 0))
+                row.scores.generated += score(logits[lines], picked[lines], row.scores.num_generated)
+            first += count
             row.append(max(own, 0))  # a lower exit's broken pick is just a bad guess
             if proposed:
                 self.stats[level].add(len(proposed), accepted)
@@ -125,42 +134,6 @@ class Round:
             batch.processors[tier] = Processors(rules, logits.shape[1], vocab, self.runner.device)
         return batch.processors[tier].apply(logits, [row.token_ids for row in batch.rows], starts, counts)
 
-    def _note_failures(
-        self, logits: Tensor, counts: list[int], num_accepted: list[int], own_tokens: list[int], is_target: bool
-    ) -> None:
-        """Why a row has no own token: its logits are broken, or its own rules leave no id of this exit's."""
-        first = 0
-        for row, count, accepted, own in zip(self._batch.rows, counts, num_accepted, own_tokens, strict=True):
-            if own < 0:
-                is_nan = not bool(logits[first + accepted].max() > -torch.inf)
-                row.has_nan = row.has_nan or is_nan
-                if is_target:
-                    row.failure = NAN_LOGITS if is_nan else NOTHING_ALLOWED
-            first += count
-
-    def _write_scores(
-        self, logits: Tensor, picks: Tensor, counts: list[int], num_accepted: list[int], own_tokens: list[int]
-    ) -> None:
-        """Log probabilities of the tokens that are now committed, under the target's own logits, for rows that ask."""
-        first = 0
-        for row, count, accepted, own in zip(self._batch.rows, counts, num_accepted, own_tokens, strict=True):
-            if row.scores is not None and row.scores.num_generated is not None:
-                lines = slice(first, first + accepted + (own >= 0))
-                row.scores.generated += score(logits[lines], picks[lines], row.scores.num_generated)
-            first += count
-
-    def _verdict(self, drafted: list[list[int]], picks: Tensor, counts: list[int]) -> tuple[list[int], list[int]]:
-        widest = max(counts)
-        if min(counts) == widest:
-            padded = picks.view(len(counts), widest)
-        else:
-            padded = pad_sequence(list(picks.split(counts)), batch_first=True, padding_value=-1)
-        proposed = torch.tensor([ids + [0] * (widest - 1 - len(ids)) for ids in drafted], device=picks.device)
-        proposed = proposed.view(len(counts), widest - 1).long()
-        verdict = verify(proposed, torch.tensor([c - 1 for c in counts], device=picks.device), padded)
-        num_accepted, own_tokens = torch.stack(verdict).tolist()  # the round's host synchronisation
-        return num_accepted, own_tokens
-
     def _pick_params(self, starts: list[int], counts: list[int]) -> PickParams:
         """The batch's sampling parameters, repeated for every position to be picked."""
         params = self._batch.params
@@ -170,3 +143,12 @@ class Round:
         positions = [start + 1 + t for start, count in zip(starts, counts, strict=True) for t in range(count)]
         device = self.runner.device
         return params.at(torch.tensor(index, device=device), torch.tensor(positions, device=device))
+
+
+def _note_failure(row: Row, logits: Tensor, picks: Sequence[int], has_no_token: bool) -> None:
+    """Why there is no pick at some of the positions of logits [T, V]: they are broken, or the row's own rules leave no
+    id of this exit's. `has_no_token`: so the row can't go on."""
+    broken = [not bool(line.max() > -torch.inf) for line, picked in zip(logits, picks, strict=True) if picked < 0]
+    row.has_nan = row.has_nan or any(broken)
+    if has_no_token:  # the first position without a pick is where the row stands
+        row.failure = NAN_LOGITS if broken[0] else NOTHING_ALLOWED

@@ -21,6 +21,7 @@ from infer.hispec import Round
 from infer.logprobs import ScoreLog
 from infer.output import RequestOutput
 from infer.params import SamplingParams
+from infer.prefix_cache import PrefixCache
 from infer.processors import Rules
 from infer.request import Request
 from infer.runner import Runner
@@ -47,6 +48,8 @@ class LLM:
             at most 1 GiB on CPU, `gpu_memory_utilization` on CUDA.
         gpu_memory_utilization: share of the GPU's memory that weights and pool may fill together.
         max_num_seqs: most sequences that run at once.
+        max_num_prefill_tokens: most prompt tokens computed between two rounds of the sequences that decode.
+        enable_prefix_caching: keep prompts' KV for later prompts of the same beginning, while there is room.
         num_draft_tokens, window, inner_rounds: the policy's γ, N_i and R.
         seed: draws the seeds of requests that bring none; None draws them from the system.
 
@@ -65,6 +68,8 @@ class LLM:
         num_blocks: int | None = None,
         gpu_memory_utilization: float = 0.9,
         max_num_seqs: int = 16,
+        max_num_prefill_tokens: int = 512,
+        enable_prefix_caching: bool = False,
         num_draft_tokens: int = 2,
         window: int = 4,
         inner_rounds: int = 4,
@@ -74,6 +79,8 @@ class LLM:
         strategy = "autoregressive" if strategy == "auto" else strategy
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs={max_num_seqs} must be at least 1")
+        if max_num_prefill_tokens < 1:
+            raise ValueError(f"max_num_prefill_tokens={max_num_prefill_tokens} must be at least 1")
         if not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization={gpu_memory_utilization} must lie in (0, 1]")
         check_device(device)
@@ -111,9 +118,9 @@ class LLM:
             dtype=torch_dtype,
             device=torch.device(device),
         )
-        self.engine = Engine(
-            runner, Round(runner, stages), BlockPool(num_blocks, self.manifest.block_size), max_num_seqs
-        )
+        pool = BlockPool(num_blocks, self.manifest.block_size)
+        cache = PrefixCache(pool, runner.prefill_chunk) if enable_prefix_caching else None
+        self.engine = Engine(runner, Round(runner, stages), pool, max_num_seqs, max_num_prefill_tokens, cache)
         self.strategy = strategy
         self._request_numbers = itertools.count()
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
@@ -170,7 +177,7 @@ class LLM:
         (request,) = self._requests([prompt], sampling_params)
         self.engine.add(request)
         try:
-            while not request.is_finished:
+            while not request.is_answered:
                 self.engine.step()
                 yield request.output()
         finally:
@@ -187,28 +194,14 @@ class LLM:
         ids = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
         return list(ids)
 
-    # ---- internals ----
+    def make_request(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, *, number: int = 0
+    ) -> Request:
+        """The engine's record of a prompt, to be added to it; nothing runs yet.
 
-    def _run(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            self.engine.add(request)
-        try:
-            while any(not request.is_finished for request in requests):
-                self.engine.step()
-        finally:
-            for request in requests:
-                self.engine.abort(request.request_id)
-
-    def _requests(
-        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[Request]:
-        params = sampling_params if sampling_params is not None else SamplingParams()
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(prompts):
-            raise ValueError(f"{len(each)} sampling_params for {len(prompts)} prompts: give one, or one for each")
-        return [self._request(prompt, p, number) for number, (prompt, p) in enumerate(zip(prompts, each, strict=True))]
-
-    def _request(self, prompt: Prompt, params: SamplingParams, number: int) -> Request:
+        Raises:
+            ValueError: the prompt is empty or too long; it is called `number` there.
+        """
         text, ids = self._encode(prompt, number)
         params.check_vocabulary(self.manifest.base.vocab_size)
         longest = self.manifest.limits.max_model_len
@@ -220,7 +213,7 @@ class LLM:
         limit = longest if params.max_tokens is None else min(longest, len(ids) + params.max_tokens)
         eos = frozenset(() if params.ignore_eos else self.manifest.eos_token_ids)
         request = Request(
-            request_id=str(next(self._request_numbers)),
+            request_id=str(next(self._request_numbers)) if request_id is None else request_id,
             prompt=text,
             prompt_token_ids=tuple(ids),
             params=params,
@@ -233,8 +226,32 @@ class LLM:
             scores=ScoreLog.of(params.logprobs, params.prompt_logprobs),
             judge_names=self.judge_names,
         )
+        for _ in range(1, params.n):
+            request.add_choice(Detokenizer(self.tokenizer, params))
         self.engine.check_fits(request)
         return request
+
+    # ---- internals ----
+
+    def _run(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.engine.add(request)
+        try:
+            while any(not request.is_answered for request in requests):
+                self.engine.step()
+        finally:
+            for request in requests:
+                self.engine.abort(request.request_id)
+
+    def _requests(
+        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[Request]:
+        params = sampling_params if sampling_params is not None else SamplingParams()
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(each)} sampling_params for {len(prompts)} prompts: give one, or one for each")
+        pairs = enumerate(zip(prompts, each, strict=True))
+        return [self.make_request(prompt, p, number=number) for number, (prompt, p) in pairs]
 
     def _encode(self, prompt: Prompt, number: int) -> tuple[str | None, list[int]]:
         text: str | None = None

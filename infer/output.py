@@ -5,7 +5,7 @@ from typing import Literal
 
 from infer.verify import mean_acceptance_length
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +16,7 @@ class TierMetrics:
     num_drafts: int = 0  # rounds in which something was proposed
     num_draft_tokens: int = 0
     num_accepted: int = 0
+    accepted_lengths: tuple[int, ...] = ()  # [k]: in how many of these rounds k tokens were accepted
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -25,6 +26,9 @@ class TierMetrics:
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
     tiers: tuple[TierMetrics, ...] = ()  # from the first judge to the target; empty if nothing was drafted
+    time_to_first_token: float | None = None  # seconds from arrival; of the first choice to have one
+    time_per_output_token: float | None = None  # seconds, over all choices; None until one has two tokens
+    num_preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,7 @@ class CompletionOutput:
     text: str
     token_ids: tuple[int, ...]  # up to and including the token that ended the text
     finish_reason: FinishReason | None = None  # None while the request runs
-    stop_reason: int | str | None = None  # the stop token id or stop string; None for EOS and other ends
+    stop_reason: int | str | None = None  # stop token id or stop string, or why it was ended; else None
     cumulative_logprob: float | None = None  # of the tokens together; None if logprobs were not asked for
     logprobs: list[dict[int, Logprob]] | None = None  # for each token: itself and the most probable ones, by id
 

@@ -16,6 +16,7 @@ GREEDY_BELOW = 1e-5
 MAX_STOP_STRINGS = 64  # each one is searched for after every token
 MAX_BAD_WORDS = 1024
 MAX_LOGIT_BIASES = 1024  # as in vLLM
+MAX_CHOICES = 128  # as with OpenAI's API
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class SamplingParams:
     """Leave special tokens out of the text."""
     include_stop_str_in_output: bool = False
     """Cut the text after the stop string, not before it."""
+    n: int = 1
+    """How many texts to write for the prompt, each with noise of its own; greedy ones are equal."""
 
     detokenize: bool = True
     """Make text of the tokens; without it, text stays empty."""
@@ -71,7 +74,6 @@ class SamplingParams:
     """The same for the prompt's tokens."""
 
     # What vLLM has and HiSpec does not: the value below is the only one accepted.
-    n: int = 1
     structured_outputs: Any = None
     truncate_prompt_tokens: int | None = None
     spaces_between_special_tokens: bool = True
@@ -90,6 +92,9 @@ class SamplingParams:
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p={self.min_p} must lie in [0, 1]; 0 keeps all tokens")
         self._check_lengths()
+        _check_int("n", self.n)
+        if not 1 <= self.n <= MAX_CHOICES:
+            raise ValueError(f"n={self.n} must lie between 1 and {MAX_CHOICES}")
         self._check_penalties()
         for name in ("logprobs", "prompt_logprobs"):
             if (count := getattr(self, name)) is not None:
@@ -165,7 +170,7 @@ class SamplingParams:
 
 _ONLY_ACCEPTED: dict[str, Any] = {
     name: SamplingParams.__dataclass_fields__[name].default
-    for name in ("n", "structured_outputs", "truncate_prompt_tokens", "spaces_between_special_tokens")
+    for name in ("structured_outputs", "truncate_prompt_tokens", "spaces_between_special_tokens")
 }
 
 

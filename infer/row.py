@@ -7,6 +7,9 @@
 A tier's cursor is the number of positions that it has processed. Cursors fall with depth, and the target's says what is
 committed: it has judged all that it has computed, so num_committed = cursors[-1] + 1. Rejecting is `truncate`: it moves
 numbers, nothing else. A row knows nothing of programs or of what its blocks hold.
+
+There is no phase of prefill: a row whose cursors stand lower catches up, be its tokens a new prompt or, after it had to
+give its blocks away, prompt and generated tokens together. It is ready once they all stand before the last token.
 """
 
 from __future__ import annotations
@@ -29,10 +32,11 @@ class Row:
         max_len: most tokens, prompt included, that the row may ever hold.
         num_tiers: length of the list of tiers.
         num_stages: length of the list of stages, each of which counts what it accepts.
-        blocks: the KV blocks it owns, enough for max_len positions.
+        blocks: the KV blocks it owns; they grow with it.
         ring: its index in the hand-off rings, ≥ 1 (0 takes the padding).
         rules: what is done to its logits; None leaves them alone.
         scores: where the log probabilities that it asks for are written; None if it asks for none.
+        choice: which of its prompt's texts it is; keys its noise together with the seed.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class Row:
         ring: int,
         rules: Rules | None = None,
         scores: ScoreLog | None = None,
+        choice: int = 0,
     ) -> None:
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
@@ -55,12 +60,9 @@ class Row:
         self.seed = seed
         self.rules = rules
         self.scores = scores
+        self.choice = choice
         self.max_len = max_len
-        self.block_table = blocks
-        self.ring = ring
-        self.cursors = [0] * num_tiers
-        # A `layer` exit keeps KV of its own and so a cursor of its own, at most its tier's.
-        self.exit_cursors = [0] * num_tiers
+        self.restart(blocks, ring, num_tiers)
         self.stats = [TierStats() for _ in range(num_stages)]
         self.failure: str | None = None  # why the target can't go on: this row alone fails
         self.has_nan = False  # some judge's logits did, so its pages may
@@ -76,6 +78,30 @@ class Row:
     def num_committed(self) -> int:
         return self.cursors[-1] + 1
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next round may run: all but the last token is computed."""
+        return self.cursors[-1] == len(self.token_ids) - 1
+
+    @property
+    def may_hold_nan(self) -> bool:
+        """Whether its blocks must be zeroed before another row gets them: what no judge has read may hold anything."""
+        return self.has_nan or self.cursors[-1] < self._num_restarted
+
+    def restart(self, blocks: list[int], ring: int, num_tiers: int) -> None:
+        """Begin in these blocks with nothing computed, whatever was before."""
+        self.block_table = blocks
+        self.ring = ring
+        self.cursors = [0] * num_tiers
+        # A `layer` exit keeps KV of its own and so a cursor of its own, at most its tier's.
+        self.exit_cursors = [0] * num_tiers
+        self._num_restarted = len(self.token_ids)
+
+    def skip(self, num_positions: int, tiers_with_exit: Sequence[int]) -> None:
+        """Begin behind positions whose KV its blocks hold, these exits' included."""
+        self.cursors = [num_positions] * len(self.cursors)
+        self.exit_cursors = [num_positions if tier in tiers_with_exit else 0 for tier in range(len(self.cursors))]
+
     def append(self, token_id: int) -> None:
         assert len(self.token_ids) < self.max_len, f"row is full at {self.max_len} tokens"
         self.token_ids.append(token_id)
@@ -85,6 +111,14 @@ class Row:
         del self.token_ids[num_tokens:]
         self.cursors = [min(cursor, num_tokens) for cursor in self.cursors]
         self.exit_cursors = [min(cursor, num_tokens) for cursor in self.exit_cursors]
+
+    def rewind(self, num_committed: int) -> None:
+        """Undo a round that broke off: back to the tokens and cursors that it began with."""
+        self.truncate(num_committed)
+        if self.scores is not None:
+            del self.scores.generated[num_committed - self.num_prompt_tokens :]
+        self.cursors = [min(cursor, num_committed - 1) for cursor in self.cursors]
+        self.exit_cursors = [min(cursor, num_committed - 1) for cursor in self.exit_cursors]
 
     def check_integrity(self) -> None:
         """Between outer rounds: nothing tentative is left, and all tiers stand before the last token."""

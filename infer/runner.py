@@ -25,6 +25,14 @@ Range = tuple[int, int] | None  # of tokens in a call
 _MAX_SCORED = 64  # prompt tokens whose logits, in float64, are held at once
 
 
+class ProgramError(Exception):
+    """A program raised (see `__cause__`) in a call for these rows; what they have computed is unknown."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        super().__init__(f"a program failed in a call for {len(rows)} rows")
+        self.rows = rows
+
+
 class Runner:
     """Programs and pages.
 
@@ -71,8 +79,9 @@ class Runner:
 
         self._last_query: tuple[list[Row], list[range], Query] | None = None
         # One for all programs over pages, so that level tiers can share a call's tensors
-        lows = [info.bitwise_range[0] for info in infos.values() if info.kv_layers and info.bitwise_range]
-        self._min_tokens = max(lows, default=1)
+        ranges = [info.bitwise_range for info in infos.values() if info.kv_layers and info.bitwise_range]
+        self._min_tokens = max((low for low, _ in ranges), default=1)
+        self._max_tokens = min((high for _, high in ranges), default=self.prefill_chunk)
 
         def bound(name: str) -> tuple[Program, Range, list[Tensor]]:
             # Where export found no range, calls are not cut: equality then rests on the margins of the logits, as
@@ -90,27 +99,40 @@ class Runner:
         for page in self._pages:
             page[list(blocks)] = 0
 
+    @torch.inference_mode()
+    def copy(self, source: int, target: int) -> None:
+        """Copy a block, so that a row can write where others only read."""
+        for page in self._pages:
+            page[target] = page[source]
+
     # ---- prefill ----
+
+    def next_chunk(self, row: Row) -> range:
+        """The positions that `prefill` would compute next in a row that is not ready.
+
+        The prompt's chunks are aligned and depend on its length alone, so that a row's KV does not depend on strategy,
+        neighbours, or how often it is computed. Tokens that the row has generated itself, computed again after it had
+        lost its blocks, come in calls of a size that gives the bits of decoding.
+        """
+        start, last = row.cursors[-1], row.num_prompt_tokens - 1
+        if start < last:
+            return range(start, min(start + self.prefill_chunk, last))
+        return range(start, min(start + self._max_tokens, len(row) - 1))
 
     @torch.inference_mode()
     def prefill(self, row: Row, tiers_with_exit: Sequence[int]) -> None:
-        """Compute all positions but the last token's, one row at a time in fixed chunks aligned to the chunk size.
-
-        The chunks depend on the prompt's length alone, so that the row's KV does not depend on strategy or neighbours.
-        """
-        for start in range(0, len(row) - 1, self.prefill_chunk):
-            span = range(start, min(start + self.prefill_chunk, len(row) - 1))
-            query = make_query([row], [span], self.block_size, self.device)
-            x = token_rectangle([row], [span], query.width, self.device)
-            for tier in range(self.num_tiers):
-                x = self._call(self._trunks[tier], x, query)
-                if tier in tiers_with_exit and self.exits[tier].has_kv:
-                    self._call(self._exits[tier], x, query)
-            if row.scores is not None and row.scores.num_prompt is not None:
-                self._score_prompt(row, span, x.flatten(0, 1))
-        done = len(row) - 1
-        row.cursors = [done] * self.num_tiers
-        row.exit_cursors = [done if tier in tiers_with_exit else 0 for tier in range(self.num_tiers)]
+        """Compute the row's next chunk in all tiers, and in these tiers' exits."""
+        span = self.next_chunk(row)
+        min_width = 1 if span.start < row.num_prompt_tokens - 1 else self._min_tokens
+        query = make_query([row], [span], self.block_size, self.device, min_width)
+        x = token_rectangle([row], [span], query.width, self.device)
+        for tier in range(self.num_tiers):
+            x = self._call(self._trunks[tier], x, query)
+            if tier in tiers_with_exit and self.exits[tier].has_kv:
+                self._call(self._exits[tier], x, query)
+        if row.scores is not None and row.scores.num_prompt is not None:
+            self._score_prompt(row, span, x.flatten(0, 1))
+        row.skip(span.stop, tiers_with_exit)
 
     def _score_prompt(self, row: Row, span: range, hidden: Tensor) -> None:
         """Write down the log probabilities of the tokens after `span`; hidden [T, D] is the last tier's there."""
@@ -132,6 +154,9 @@ class Runner:
         """Bring tiers 0..tier to the rows' ends; logits [N, V] of `tier`'s exit for all positions it had not computed.
 
         Positions come row after row, each row's from its old cursor to its end; a trimmed exit gives [N, V'].
+
+        Raises:
+            ProgramError: a program over pages raised. Whatever is raised, the rows are left half computed.
         """
         self._last_query = None
         starts = [row.cursors[tier] for row in rows]
@@ -194,13 +219,15 @@ class Runner:
         before they are read, so that pieces in one call or in successive ones give the same.
         """
         limit = bitwise_range[1] if bitwise_range else None
-        todo = [
-            (row, piece)
-            for row, start in zip(rows, starts, strict=True)
-            for piece in cut(range(start, len(row)), limit)
-        ]
-        spans = [span for _, span in todo]
-        return [([todo[i][0] for i in run], [spans[i] for i in run]) for run in split_by_size(spans, limit)]
+        todo, spans = list[Row](), list[range]()
+        for row, start in zip(rows, starts, strict=True):
+            for piece in cut(range(start, len(row.token_ids)), limit):
+                todo.append(row)
+                spans.append(piece)
+        runs = split_by_size(spans, limit)
+        if len(runs) == 1:
+            return [(todo, spans)]
+        return [([todo[i] for i in run], [spans[i] for i in run]) for run in runs]
 
     def _query(self, rows: list[Row], spans: list[range]) -> Query:
         """The tensors of a call. Tiers that stand level compute the same positions, so the last ones are kept."""
@@ -218,7 +245,10 @@ class Runner:
     @staticmethod
     def _call(program: tuple[Program, Range, list[Tensor]], x: Tensor, query: Query) -> Tensor:
         run, _, pages = program
-        return run(x, query.positions, query.slots, query.block_table, pages)
+        try:
+            return run(x, query.positions, query.slots, query.block_table, pages)
+        except Exception as error:
+            raise ProgramError(query.rows) from error
 
 
 def _drop_leading(flat: Tensor, lengths: list[int], drops: list[int]) -> Tensor:

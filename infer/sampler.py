@@ -52,8 +52,9 @@ class PickParams:
         seeds: Sequence[int],
         positions: Sequence[int],
         device: torch.device | str = "cpu",
+        choices: Sequence[int] | None = None,
     ) -> Self:
-        """`seeds` are given apart, as params.seed may be None and the engine then draws one."""
+        """`seeds` are given apart, as params.seed may be None and the engine then draws one; `choices` default to 0."""
 
         def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
@@ -65,7 +66,7 @@ class PickParams:
             top_p=column([p.top_p for p in params], torch.float64),
             min_p=column([p.min_p for p in params], torch.float64),
             seed=column(seeds, torch.int64),
-            choice=column([0] * len(params), torch.int64),  # n > 1 is not supported
+            choice=column(choices or [0] * len(params), torch.int64),
             position=column(positions, torch.int64),
             all_greedy=not sampled,
             any_top_k=any(p.top_k > 0 for p in sampled),

@@ -23,6 +23,7 @@ from infer.engine import Engine
 from infer.hispec import Round
 from infer.logprobs import ScoreLog
 from infer.params import SamplingParams
+from infer.prefix_cache import PrefixCache
 from infer.processors import Rules
 from infer.request import Request
 from infer.row import Row
@@ -46,6 +47,8 @@ PROMPTS = (
     (2, 90, 31, 64, 8),
     tuple(range(40, 56)),
 )
+
+NAN_ID = 100  # see `nan_model`
 
 # (row, tier, position of the token to be picked, logits [V']) → logits [V']
 Rig = Callable[[Row, int, int, Tensor], Tensor]
@@ -106,6 +109,8 @@ class Tiny:
         bitwise_range: tuple[int, int] | None = None,
         rig: Rig | None = None,
         max_model_len: int = 128,
+        max_num_prefill_tokens: int = 512,
+        enable_prefix_caching: bool = False,
     ) -> None:
         self.manifest = make_manifest(model, max_model_len=max_model_len)
         programs = make_programs(model, BLOCK_SIZE)
@@ -120,7 +125,9 @@ class Tiny:
         )  # fmt: skip
         stages = stages_of(strategy, policy or Policy(), self.manifest)
         self.round = Round(self.runner, stages)
-        self.engine = Engine(self.runner, self.round, BlockPool(num_blocks, BLOCK_SIZE), max_num_seqs)
+        pool = BlockPool(num_blocks, BLOCK_SIZE)
+        self.prefix_cache = PrefixCache(pool, self.runner.prefill_chunk) if enable_prefix_caching else None
+        self.engine = Engine(self.runner, self.round, pool, max_num_seqs, max_num_prefill_tokens, self.prefix_cache)
         self._names = tuple(self.manifest.tiers[s.tier].name for s in stages)
         self._numbers = itertools.count()
         self._seeds = random.Random(0)
@@ -130,13 +137,16 @@ class Tiny:
         limit = longest if params.max_tokens is None else min(longest, len(prompt) + params.max_tokens)
         eos_ids = frozenset(() if params.ignore_eos else eos)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        return Request(
+        request = Request(
             request_id=str(next(self._numbers)), prompt=None, prompt_token_ids=tuple(prompt), params=params,
             seed=seed, max_len=limit, stop_token_ids=eos_ids | frozenset(params.stop_token_ids or ()),
             eos_token_ids=eos_ids, detokenizer=Detokenizer(IdText(), params), judge_names=self._names,
             rules=Rules.of(params, len(prompt), eos, IdText()),
             scores=ScoreLog.of(params.logprobs, params.prompt_logprobs),
         )  # fmt: skip
+        for _ in range(1, params.n):
+            request.add_choice(Detokenizer(IdText(), params))
+        return request
 
     def drain(self) -> None:
         """Step until all is done; a request that is never admitted fails the test instead of hanging it."""
@@ -158,8 +168,28 @@ class Tiny:
         for request in requests:
             self.engine.add(request)
         self.drain()
-        assert self.engine.pool.num_free == self.engine.pool.num_blocks - 1
+        assert self.prefix_cache or self.engine.pool.num_free == self.engine.pool.num_blocks - 1
         return requests
+
+
+def stub_programs(tiny: Tiny) -> None:
+    """Replace all programs by ones that compute nothing: what is left is the runtime's own time."""
+    manifest, runner = tiny.manifest, tiny.runner
+    hidden: dict[tuple[int, ...], Tensor] = {}
+    logits = torch.zeros(512, manifest.base.vocab_size, device=DEVICE)
+
+    def paged(x: Tensor, positions: Tensor, *_: object) -> Tensor:
+        shape = (*positions.shape, manifest.base.hidden_size)
+        if shape not in hidden:
+            hidden[shape] = torch.zeros(shape, device=DEVICE)
+        return hidden[shape]
+
+    runner._trunks = [(paged, *rest) for _, *rest in runner._trunks]
+    runner._exits = [
+        (paged if e.has_kv else lambda states: states, *rest)
+        for (_, *rest), e in zip(runner._exits, runner.exits, strict=True)
+    ]
+    runner._unembeds = [(lambda states: logits[: len(states)], *rest) for _, *rest in runner._unembeds]
 
 
 def hf_logits(model: EarlyExitModel, ids: Sequence[int]) -> Tensor:
@@ -190,6 +220,24 @@ def model_of(family: str = "llama") -> EarlyExitModel:
 @functools.cache
 def oracle(family: str, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
     return hf_greedy(model_of(family), prompt, num_tokens)
+
+
+def all_is_free(tiny: Tiny) -> bool:
+    tiny.engine.check_integrity()
+    while tiny.prefix_cache and (idle := tiny.prefix_cache.pop_idle()):
+        tiny.engine.kv.give_back(idle)
+    rings = sorted(tiny.engine._free_rings)
+    return tiny.engine.pool.num_free == tiny.engine.pool.num_blocks - 1 and rings == list(range(1, len(rings) + 1))
+
+
+def nan_model() -> tuple[EarlyExitModel, dict[tuple[int, ...], list[int]]]:
+    """The embedding of NAN_ID is NaN, so a prompt that holds it fills its pages with NaN; nobody ever proposes it."""
+    model = make_model()
+    with torch.no_grad():
+        model.base.lm_head.weight[NAN_ID] = 0
+        texts = {p: [*p, *hf_greedy(model, p, 14)] for p in ((5, 9, 3), (11,) * 17, (NAN_ID, 3, 4))}
+        model.base.model.embed_tokens.weight[NAN_ID] = torch.nan
+    return model, texts
 
 
 class Script:

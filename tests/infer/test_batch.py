@@ -55,6 +55,14 @@ def test_a_query_writes_where_the_block_table_says_and_nowhere_twice(call):
             assert query.ring[b * query.width + t] == rows[b].ring * RING_SIZE + position % RING_SIZE
 
 
+@given(call=calls(), min_width=st.integers(1, 5))
+def test_a_querys_tensors_are_contiguous_and_begin_at_16_bytes(call, min_width):
+    query = make_query(*call, SIZE, CPU, min_width)
+    for tensor in (query.positions, query.slots, query.block_table, query.ring):
+        assert tensor.is_contiguous()
+        assert tensor.storage_offset() * tensor.element_size() % 16 == 0
+
+
 @given(call=calls())
 def test_a_row_reads_only_its_own_blocks(call):
     rows, spans = call

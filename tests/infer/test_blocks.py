@@ -28,26 +28,39 @@ class Rows(RuleBasedStateMachine):
         assert self.pool.num_free == before
 
     @precondition(lambda self: self.rows)
-    @rule(data=st.data())
-    def grow(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), num=st.integers(0, 10))
+    def grow(self, data: st.DataObject, num: int) -> None:
         row = data.draw(st.sampled_from(self.rows))
-        if self.pool.num_free:
-            row += self.pool.allocate(1)
+        before, free = list(row), self.pool.num_free
+        if self.pool.grow(row, num):
+            assert row[: len(before)] == before and len(row) == max(num, len(before))
+        else:  # all or nothing
+            assert num - len(before) > free == self.pool.num_free and row == before
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         row = self.rows.pop(data.draw(st.integers(0, len(self.rows) - 1)))
-        self.pool.free(row)
-        if row:
+        kept = {block for other in self.rows for block in other}
+        freed = self.pool.free(row)
+        assert freed == [block for block in row if block not in kept]
+        if freed:
             with pytest.raises(AssertionError, match="freed twice"):
-                self.pool.free(row)
+                self.pool.free(freed)
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        row = data.draw(st.sampled_from(self.rows))
+        head = row[: data.draw(st.integers(0, len(row)))]
+        self.pool.share(head)
+        self.rows.append(head)
 
     @invariant()
-    def every_block_is_free_or_owned_once(self) -> None:
+    def every_block_is_free_or_owned(self) -> None:
         self.pool.check_integrity(self.rows)
-        owned = [block for row in self.rows for block in row]
-        assert len(owned) == len(set(owned)) == 8 - self.pool.num_free
+        owned = {block for row in self.rows for block in row}
+        assert len(owned) == 8 - self.pool.num_free
         assert NULL_BLOCK not in owned
 
 

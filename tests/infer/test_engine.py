@@ -10,27 +10,22 @@ from infer.llm import LLM
 from infer.params import SamplingParams
 from infer.strategy import Policy, stages_of
 from tests.tiny_engine import (
+    NAN_ID,
     PROMPTS,
     STRATEGIES,
     IdText,
     Script,
     Tiny,
-    hf_greedy,
+    all_is_free,
     make_manifest,
     make_model,
     model_of,
+    nan_model,
     oracle,
 )
 from train.heads import ExitConfig
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
-NAN_ID = 100
-
-
-def all_is_free(tiny: Tiny) -> bool:
-    tiny.engine.check_integrity()
-    rings = sorted(tiny.engine._free_rings)
-    return tiny.engine.pool.num_free == tiny.engine.pool.num_blocks - 1 and rings == list(range(1, len(rings) + 1))
 
 
 # ---- room ----
@@ -128,16 +123,6 @@ def test_nan_in_lower_exits_changes_no_token(tiers):
     assert [r.token_ids for r in tiny.generate(PROMPTS[:3], GREEDY)] == [
         oracle("llama", p, 14)[:12] for p in PROMPTS[:3]
     ]
-
-
-def nan_model():
-    """The embedding of NAN_ID is NaN, so a prompt that holds it fills its pages with NaN; nobody ever proposes it."""
-    model = make_model()
-    with torch.no_grad():
-        model.base.lm_head.weight[NAN_ID] = 0
-        texts = {p: [*p, *hf_greedy(model, p, 14)] for p in ((5, 9, 3), (11,) * 17, (NAN_ID, 3, 4))}
-        model.base.model.embed_tokens.weight[NAN_ID] = torch.nan
-    return model, texts
 
 
 @pytest.mark.parametrize("bad", [(NAN_ID, 3, 4), (3, 4, NAN_ID), (NAN_ID,)], ids=str)

@@ -49,7 +49,8 @@ def fresh_row(tiny: Tiny, token_ids: list[int]) -> tuple[Tiny, Row]:
     other = Tiny(layered_model(), "hispec")
     row = Row(token_ids, GREEDY, seed=0, max_len=len(token_ids), num_tiers=3, num_stages=3,
               blocks=other.engine.pool.allocate(-(-len(token_ids) // BLOCK_SIZE)), ring=1)  # fmt: skip
-    other.runner.prefill(row, [0, 1, 2])
+    while not row.is_ready:
+        other.runner.prefill(row, [0, 1, 2])
     return other, row
 
 

@@ -180,6 +180,7 @@ def test_batches_larger_than_max_num_seqs_queue_in_order(artifact: Path, llm: LL
         ({"backend": "tensorrt"}, "tensorrt"),
         ({"dtype": "float64"}, "float64"),
         ({"max_num_seqs": 0}, "max_num_seqs=0"),
+        ({"max_num_prefill_tokens": 0}, "max_num_prefill_tokens=0"),
         ({"device": "tpu"}, "device='tpu'"),
         ({"device": "cuda:1"}, "CUDA_VISIBLE_DEVICES"),
         ({"device": "cuda"}, "no programs" if torch.cuda.is_available() else "finds no GPU"),

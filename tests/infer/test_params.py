@@ -44,7 +44,7 @@ def test_bad_values_are_refused_by_the_name_of_their_field(field, value):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n", 2), ("n", True), ("structured_outputs", {"json": {}}), ("truncate_prompt_tokens", 5),
+        ("structured_outputs", {"json": {}}), ("truncate_prompt_tokens", 5),
         ("spaces_between_special_tokens", False),
     ],
 )  # fmt: skip
@@ -136,3 +136,9 @@ def test_params_are_keyword_only_and_frozen():
 @pytest.mark.parametrize(("temperature", "greedy"), [(0, True), (1e-39, True), (1e-9, True), (1e-5, False), (1, False)])
 def test_tiny_temperatures_are_greedy(temperature, greedy):
     assert SamplingParams(temperature=temperature).is_greedy is greedy
+
+
+@pytest.mark.parametrize("n", [0, -1, 129, 1.5, True, None])
+def test_n_must_be_a_whole_number_from_1_to_128(n):
+    with pytest.raises(ValueError, match=f"n={n}"):
+        SamplingParams(n=n)

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infer.verify import accepted_prefix_lengths, mean_acceptance_length, verify
+from infer.verify import accepted_prefix_lengths, judge, mean_acceptance_length, verify
 
 
 def reference(drafted: list[int], num_drafted: int, picks: list[int]) -> tuple[int, int]:
@@ -39,6 +39,7 @@ def test_verify_equals_the_reference_row_by_row(case):
     assert list(zip(verdict.num_accepted.tolist(), verdict.own_token.tolist(), strict=True)) == [
         reference(*row) for row in rows
     ]
+    assert [judge(drafted[:num], picks[: num + 1]) for drafted, num, picks in rows] == [reference(*row) for row in rows]
     assert ((verdict.num_accepted >= 0) & (verdict.num_accepted <= num_drafted)).all()
 
 

@@ -1,0 +1,206 @@
+"""`AsyncLLM`: an `LLM` for many callers at once, on asyncio event loops. Their requests share one continuous batch.
+
+    event loops     generate(): tokenize (in a thread of its own), submit, wait for news, yield; abort when closed
+    inbox           orders to the engine: add this, abort that, stop
+    engine thread   takes orders between steps, steps while there is work, posts outputs to the loops
+
+The engine is touched by its thread alone. Whatever ends that thread is told to every caller, present and future. Knows
+neither programs nor HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import uuid
+from collections.abc import AsyncGenerator, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Self
+
+from infer.llm import LLM, Prompt
+from infer.output import RequestOutput
+from infer.params import SamplingParams
+from infer.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+class EngineDeadError(RuntimeError):
+    """The engine thread has ended, by `shutdown` or by a fault of ours (see `__cause__`): nothing more can run."""
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """What one caller waits for. Written by its event loop alone."""
+
+    request: Request
+    loop: asyncio.AbstractEventLoop
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    output: RequestOutput | None = None  # outputs are cumulative, so the last one is enough for a slow caller
+    error: Exception | None = None
+
+    def put(self, output: RequestOutput | None, error: Exception | None) -> None:
+        self.output, self.error = output or self.output, error or self.error
+        self.news.set()
+
+
+class AsyncLLM:
+    """Generates for concurrent callers.
+
+    Args:
+        llm: ready to generate; from now on it belongs to this object.
+
+    End it with `shutdown()`, or use it as an `async with` context.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # over the two below
+        self._streams: dict[str, _Stream] = {}
+        self._end: EngineDeadError | None = None
+        # One thread: tokenizers are not made for several, and a long prompt must not hold up the event loop.
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="hispec-tokenizer")
+        self._thread = threading.Thread(target=self._work, name="hispec-engine", daemon=True)
+        self._thread.start()
+
+    async def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Complete one prompt, giving the output so far whenever there is more; the last one is finished.
+
+        Cancelling the caller or closing the iterator aborts the request. A request that a fault has ended gives an
+        output with finish_reason "error" and the cause as its stop_reason.
+
+        Raises:
+            ValueError: the prompt is empty or too long, or a request of this id is running.
+            EngineDeadError: the engine has ended.
+        """
+        loop = asyncio.get_running_loop()
+        self.check_health()
+        params, name = sampling_params or SamplingParams(), request_id or uuid.uuid4().hex
+        request = await loop.run_in_executor(self._tokenizing, self.llm.make_request, prompt, params, name)
+        stream = _Stream(request, loop)
+        self._submit(stream)
+        try:
+            while True:
+                await stream.news.wait()
+                stream.news.clear()
+                output, error = stream.output, stream.error
+                if error is not None:
+                    raise error
+                assert output is not None
+                yield output
+                if output.finished:
+                    return
+        finally:
+            if self._forget(stream):
+                self._inbox.put(partial(self.llm.engine.abort, name))
+
+    async def abort(self, request_id: str) -> None:
+        """End a request from outside: its caller gets what there is, with finish_reason "abort"."""
+        self._inbox.put(partial(self._abort, request_id))
+
+    def check_health(self) -> None:
+        """EngineDeadError if nothing can be generated any more."""
+        if self._end is not None:
+            raise EngineDeadError(*self._end.args) from self._end.__cause__
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._streams)
+
+    def shutdown(self) -> None:
+        """End the engine thread after its current step, and all requests with it. May be called again."""
+        self._inbox.put(None)
+        self._thread.join()
+        self._tokenizing.shutdown(cancel_futures=True)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.shutdown)
+
+    # ---- any thread ----
+
+    def _submit(self, stream: _Stream) -> None:
+        name = stream.request.request_id
+        with self._lock:
+            self.check_health()
+            if name in self._streams:
+                raise ValueError(f"request_id={name!r} is running already: give every request one of its own")
+            self._streams[name] = stream
+            self._inbox.put(partial(self._add, stream))
+
+    def _forget(self, stream: _Stream) -> bool:
+        """Whether the engine may still work on it."""
+        with self._lock:
+            if self._streams.get(stream.request.request_id) is not stream:
+                return False
+            del self._streams[stream.request.request_id]
+            return True
+
+    def _post(self, stream: _Stream, output: RequestOutput | None, error: Exception | None = None) -> None:
+        try:
+            stream.loop.call_soon_threadsafe(stream.put, output, error)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            if self._forget(stream):
+                self._inbox.put(partial(self.llm.engine.abort, stream.request.request_id))
+
+    # ---- the engine thread ----
+
+    def _work(self) -> None:
+        try:
+            while self._take_orders():
+                self._deliver(self.llm.engine.step())
+            end = EngineDeadError("the engine was shut down")
+        except BaseException as cause:
+            logger.critical("the engine has ended", exc_info=cause)
+            end = EngineDeadError(f"the engine has ended: {type(cause).__name__}: {cause}")
+            end.__cause__ = cause
+        with self._lock:
+            self._end = end
+            streams, self._streams = list(self._streams.values()), {}
+        for stream in streams:
+            self._post(stream, None, end)
+        if end.__cause__ is None:
+            for request in [*self.llm.engine.waiting, *self.llm.engine.running]:
+                self.llm.engine.abort(request.request_id)
+
+    def _take_orders(self) -> bool:
+        """Carry out what has come, waiting for orders while there is no other work. False: stop."""
+        while True:
+            try:
+                order = self._inbox.get(block=not self.llm.engine.has_unfinished)
+            except queue.Empty:
+                return True
+            if order is None:
+                return False
+            order()
+
+    def _add(self, stream: _Stream) -> None:
+        try:
+            self.llm.engine.add(stream.request)
+        except ValueError as error:
+            self._forget(stream)
+            self._post(stream, None, error)
+
+    def _abort(self, request_id: str) -> None:
+        self.llm.engine.abort(request_id)
+        if (stream := self._streams.get(request_id)) is not None:
+            self._deliver([stream.request])
+
+    def _deliver(self, touched: Iterable[Request]) -> None:
+        for leader in dict.fromkeys(request.leader or request for request in touched):
+            stream = self._streams.get(leader.request_id)
+            if stream is None or stream.request is not leader:
+                continue
+            output = leader.output()
+            if output.finished:
+                self._forget(stream)
+            self._post(stream, output)
