@@ -2,7 +2,7 @@
 
 Drafting, verifying early and verifying fully are the same act: bring a tier to the row's end, let its exit pick its own
 token at every position it had not seen, keep the proposed tokens that equal the picks, and append the pick after them
-(`verify.judge`). With nothing proposed that act drafts one token. So a strategy is a list of stages, plain decoding a
+(`verify`). With nothing proposed that act drafts one token. So a strategy is a list of stages, plain decoding a
 list of one; nothing here knows which strategy it serves.
 """
 
@@ -22,7 +22,7 @@ from infer.row import Row
 from infer.runner import Runner
 from infer.sampler import PickParams, pick
 from infer.stats import TierStats
-from infer.verify import judge
+from infer.verify import verify
 
 NAN_LOGITS = "the target's logits are NaN"
 NOTHING_ALLOWED = "allowed_token_ids, bad_words and min_tokens together leave no token to pick"
@@ -112,7 +112,7 @@ class Round:
         first = 0
         for row, start, proposed, count in zip(rows, starts, drafted, counts, strict=True):
             own_picks = picks[first : first + count]
-            accepted, own = judge(proposed, own_picks)
+            accepted, own = verify(proposed, own_picks)
             row.truncate(start + 1 + accepted)
             if min(own_picks) < 0:  # at a rejected position, too: its K and V stay in the blocks
                 _note_failure(row, logits[first : first + count], own_picks, is_target and own < 0)

@@ -7,46 +7,30 @@ Knows only token ids: what the proposer drafted and what the judge picked at the
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
-
-# Shape legend: B rows, K drafted tokens at most
 
 
 class Verdict(NamedTuple):
-    num_accepted: Tensor  # [B] int64, 0 <= num_accepted <= num_drafted
-    own_token: Tensor  # [B] int64, the judge's token after the accepted ones: a correction, or the bonus token
+    num_accepted: int  # 0 <= num_accepted <= number of drafted tokens
+    own_token: int  # the judge's token after the accepted ones: a correction, or the bonus token
 
 
-def verify(drafted: Tensor, num_drafted: Tensor, picks: Tensor) -> Verdict:
-    """Accept drafted tokens as long as they are what the judge picks itself.
+def verify(drafted: Sequence[int], picks: Sequence[int]) -> Verdict:
+    """Accept one row's drafted tokens as long as they are what the judge picks itself.
 
-    `picks[:, j]` is the judge's token given the row and drafted[:, :j], so picks[:, 0] judges drafted[:, 0]. A drafted
-    token is accepted iff it equals the judge's pick and all tokens before it are accepted, as later picks were made
-    after a prefix that the judge did not choose (the prefix rule: Leviathan, Kalman, Matias, arXiv 2211.17192).
-    As picks are a function of (seed, choice, position) and the judge's logits, the row ends up with the judge's own
-    tokens whatever was drafted (Daliri, Musco, Suresh, arXiv 2408.07978).
+    `picks[j]` is the judge's token given the row and drafted[:j], so picks[0] judges drafted[0], and there is one more
+    pick than tokens drafted. A drafted token is accepted iff it equals the judge's pick and all tokens before it are
+    accepted, as later picks were made after a prefix that the judge did not choose (the prefix rule: Leviathan, Kalman,
+    Matias, arXiv 2211.17192). As picks are a function of (seed, choice, position) and the judge's logits, the row ends
+    up with the judge's own tokens whatever was drafted (Daliri, Musco, Suresh, arXiv 2408.07978).
 
-    A pick of -1 (the judge's logits were broken) accepts nothing, so it always surfaces as `own_token`.
-
-    drafted: [B, K] int64, anything beyond `num_drafted` [B] int64 is padding
-    picks:   [B, K + 1] int64
-    """
-    judged = picks[:, :-1]
-    is_drafted = torch.arange(drafted.shape[1], device=drafted.device) < num_drafted.unsqueeze(1)  # [B, K]
-    num_accepted = accepted_prefix_lengths((drafted == judged) & is_drafted & (judged >= 0))
-    return Verdict(num_accepted, picks.gather(1, num_accepted.unsqueeze(1)).squeeze(1))
-
-
-def judge(drafted: Sequence[int], picks: Sequence[int]) -> tuple[int, int]:
-    """`verify` for one row, in plain numbers: (num_accepted, own_token), with one pick more than tokens drafted.
-
-    For the few tokens of a round this is quicker than a dozen tensor operations.
+    A pick of -1 (the judge's logits were broken) accepts nothing, so it always surfaces as `own_token`. Plain numbers,
+    as for the few tokens of a round they are quicker than a dozen tensor operations.
     """
     for num_accepted, (token_id, picked) in enumerate(zip(drafted, picks)):
         if token_id != picked or picked < 0:
-            return num_accepted, picked
-    return len(drafted), picks[len(drafted)]
+            return Verdict(num_accepted, picked)
+    return Verdict(len(drafted), picks[len(drafted)])
 
 
 def accepted_prefix_lengths(matches: Tensor) -> Tensor:

@@ -57,9 +57,8 @@ def test_every_strategy_and_batch_size_is_compared_with_plain_decoding(llm: LLM)
 
 
 def test_a_verifier_that_lets_a_wrong_token_pass_is_found(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lenient(proposed, num_drafted, picks):
-        _, own = verify(proposed, num_drafted, picks)
-        return num_drafted.clone(), own  # keeps all that was drafted
+    def lenient(drafted, picks):
+        return len(drafted), verify(drafted, picks)[1]  # keeps all that was drafted
 
     monkeypatch.setattr(hispec, "verify", lenient)
     results = {(r.name, r.batch_size): r for r in run(llm)}

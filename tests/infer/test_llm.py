@@ -176,7 +176,7 @@ def test_batches_larger_than_max_num_seqs_queue_in_order(artifact: Path, llm: LL
     [
         ({"strategy": "lookahed"}, "is not one of autoregressive"),
         ({"num_draft_tokens": 0}, "num_draft_tokens=0"),
-        ({"strategy": "hispec", "window": 500}, "lower them"),
+        ({"strategy": "hispec", "window": 500}, "choose lower numbers"),
         ({"backend": "tensorrt"}, "tensorrt"),
         ({"dtype": "float64"}, "float64"),
         ({"max_num_seqs": 0}, "max_num_seqs=0"),
