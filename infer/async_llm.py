@@ -83,7 +83,11 @@ class AsyncLLM:
         loop = asyncio.get_running_loop()
         self.check_health()
         params, name = sampling_params or SamplingParams(), request_id or uuid.uuid4().hex
-        request = await loop.run_in_executor(self._tokenizing, self.llm.make_request, prompt, params, name)
+        try:
+            request = await loop.run_in_executor(self._tokenizing, self.llm.make_request, prompt, params, name)
+        except RuntimeError:  # the executor was shut down a moment ago
+            self.check_health()
+            raise
         stream = _Stream(request, loop)
         self._submit(stream)
         try:
@@ -118,7 +122,7 @@ class AsyncLLM:
         """End the engine thread after its current step, and all requests with it. May be called again."""
         self._inbox.put(None)
         self._thread.join()
-        self._tokenizing.shutdown(cancel_futures=True)
+        self._tokenizing.shutdown()  # callers that wait there get their EngineDeadError, not a CancelledError
 
     async def __aenter__(self) -> Self:
         return self

@@ -166,7 +166,7 @@ def _generate(args: argparse.Namespace) -> int:
         outputs = llm.generate(prompts, params)
         _write(rows, outputs, args.output)
     print(_acceptance_line(outputs), file=sys.stderr)
-    if failed := [done for output in outputs for done in output.outputs if done.finish_reason == "error"]:
+    if failed := [done for output in outputs for done in output.outputs if done.finish_reason in ("error", "abort")]:
         print(f"error: {len(failed)} texts are incomplete: {failed[0].stop_reason}", file=sys.stderr)
         return 1
     return _compare(llm, prompts, params, outputs) if args.check else 0

@@ -8,10 +8,13 @@
 So what `take` and `finish` return, joined, is the final `text`, whatever the pace at which tokens came.
 """
 
+import logging
 from typing import Protocol
 
 from infer.params import SamplingParams
 from infer.tokenizer import NoTokenizer
+
+logger = logging.getLogger(__name__)
 
 _HALF_A_CHARACTER = "\ufffd"  # what tokenizers decode an incomplete UTF-8 sequence to
 
@@ -64,8 +67,17 @@ class Detokenizer:
         return new
 
     def text_of(self, token_id: int) -> str | None:
-        """The text of a token by itself, special or not; it leaves no trace. None without detokenize."""
-        return self._tokenizer.decode([token_id], skip_special_tokens=False) if self._params.detokenize else None
+        """The text of a token by itself, special or not; it leaves no trace.
+
+        None without detokenize, and for an id that the tokenizer refuses: any of the model's may be a probable one.
+        """
+        if not self._params.detokenize:
+            return None
+        try:
+            return self._tokenizer.decode([token_id], skip_special_tokens=False)
+        except Exception as error:  # tokenizers raise what they like
+            logger.warning("token %d has no text: %s", token_id, error)
+            return None
 
     def _unread_text(self) -> str:
         # A token's text can depend on the token before it (a space, a split character), so a window is decoded with and

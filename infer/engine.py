@@ -115,10 +115,12 @@ class Engine:
         before = [row.num_committed for row in rows]
         try:
             self.round.run(rows)
-        except Exception as error:
-            hit = {id(row) for row in (error.rows if isinstance(error, ProgramError) else rows)}
+        except BaseException as error:
             for row, num_committed in zip(rows, before, strict=True):
                 row.rewind(num_committed)
+            if not isinstance(error, Exception):  # Ctrl-C: the rows can go on later
+                raise
+            hit = {id(row) for row in (error.rows if isinstance(error, ProgramError) else rows)}
             failed = [request for request, row in zip(requests, rows, strict=True) if id(row) in hit]
             self._fail(failed, error)
             return failed
@@ -211,13 +213,12 @@ class Engine:
 
     def _admit_siblings(self) -> None:
         """The other choices of prompts that have just been computed come next."""
-        leaders = [r for r in self.running if r.pending and _row(r).is_ready]
-        for leader in leaders:
-            self.kv.share(leader, _row(leader))
-            self.waiting.extendleft(reversed(leader.pending))
-            leader.pending.clear()
-        if leaders:
-            self._admit()
+        while leaders := [r for r in self.running if r.pending and _row(r).is_ready]:
+            for leader in leaders:
+                self.kv.share(leader, _row(leader))
+                self.waiting.extendleft(reversed(leader.pending))
+                leader.pending.clear()
+            self._admit()  # perhaps a leader that is ready at once
 
     # ---- blocks ----
 

@@ -52,6 +52,9 @@ class KVManager:
 
     def grow(self, blocks: list[int], num_blocks: int) -> bool:
         """Bring `blocks` up to `num_blocks`, all or nothing. Cached chunks that nobody reads are as good as free."""
+        num_idle = self.prefix_cache.num_idle_blocks if self.prefix_cache else 0
+        if num_blocks - len(blocks) > self.pool.num_free + num_idle:
+            return False  # and nothing is given up for it
         while not self.pool.grow(blocks, num_blocks):
             idle = self.prefix_cache.pop_idle() if self.prefix_cache else None
             if idle is None:

@@ -177,9 +177,13 @@ class LLM:
         (request,) = self._requests([prompt], sampling_params)
         self.engine.add(request)
         try:
-            while not request.is_answered:
-                self.engine.step()
-                yield request.output()
+            while True:
+                if not request.is_answered:  # another caller's steps may have finished it
+                    self.engine.step()
+                output = request.output()
+                yield output
+                if output.finished:
+                    return
         finally:
             self.engine.abort(request.request_id)
 

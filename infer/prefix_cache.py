@@ -73,10 +73,18 @@ class PrefixCache:
         """Give up the entry that was not used for longest, of those whose blocks nobody else owns: its blocks, for the
         caller to free. None if there is no such entry."""
         for key, entry in self._entries.items():
-            if all(self.pool.num_owners(block) == 1 for block in entry.blocks):
+            if self._is_idle(entry):
                 del self._entries[key]
                 return entry.blocks
         return None
+
+    @property
+    def num_idle_blocks(self) -> int:
+        """What `pop_idle` would give in all."""
+        return sum(len(entry.blocks) for entry in self._entries.values() if self._is_idle(entry))
+
+    def _is_idle(self, entry: Entry) -> bool:
+        return all(self.pool.num_owners(block) == 1 for block in entry.blocks)
 
     def _touch(self, keys: Sequence[Key]) -> None:
         for key in reversed(keys):  # a chunk is of no use without those before it, so it must go first

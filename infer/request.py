@@ -56,6 +56,7 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # of token_ids, as far as `output` got
+    prompt_logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # likewise
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     arrival_time: float = 0.0  # all times are seconds of one clock, read by the engine
@@ -85,6 +86,7 @@ class Request:
             pending=[],
             token_ids=[],
             logprobs=[],
+            prompt_logprobs=[],
         )
         self.siblings.append(sibling)
         self.pending.append(sibling)
@@ -175,4 +177,6 @@ class Request:
     def _prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         if self.scores is None or self.scores.num_prompt is None or self.row is None:
             return None
-        return [None, *(as_logprobs(one, self.detokenizer.text_of) for one in self.scores.prompt)]
+        scored = self.scores.prompt[len(self.prompt_logprobs) :]
+        self.prompt_logprobs += [as_logprobs(one, self.detokenizer.text_of) for one in scored]
+        return [None, *self.prompt_logprobs]

@@ -171,6 +171,16 @@ def test_batches_larger_than_max_num_seqs_queue_in_order(artifact: Path, llm: LL
     assert got == [llm.generate([p], GREEDY)[0].outputs[0].token_ids for p in prompts]
 
 
+def test_streams_that_share_the_engine_both_show_their_end(artifact: Path) -> None:
+    llm, params = LLM(artifact), SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    alone = [llm.generate(prompt, params)[0].outputs[0].token_ids for prompt in ("Hello", "the sea")]
+    first, second = llm.stream("Hello", params), llm.stream("the sea", params)
+    next(first)
+    ends = [list(second)[-1], list(first)[-1]]
+    assert all(output.finished for output in ends)
+    assert [output.outputs[0].token_ids for output in reversed(ends)] == alone
+
+
 @pytest.mark.parametrize(
     ("kwargs", "reason"),
     [

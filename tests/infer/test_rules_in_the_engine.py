@@ -90,3 +90,69 @@ def tiny_fault(rows):
     from infer.runner import ProgramError
 
     return ProgramError(rows)
+
+
+def test_a_prompt_ready_at_once_whose_text_ends_in_its_first_round_still_gives_all_choices():
+    """Its siblings must be queued before the round: the leader is gone after it. Fault and leader in one step."""
+    tiny = Tiny(model_of(), "autoregressive", max_num_seqs=3)
+
+    def fails(row, tiers):
+        raise tiny_fault([row])
+
+    tiny.runner.prefill = fails
+    one = SamplingParams(temperature=0, max_tokens=1)
+    failing, also_failing, first, second = (
+        tiny.request(ROWS[1], one),
+        tiny.request(ROWS[2], one),
+        tiny.request((1,), SamplingParams(temperature=1, seed=1, max_tokens=1, n=2)),
+        tiny.request((2,), SamplingParams(temperature=1, seed=1, max_tokens=1, n=2)),
+    )
+    for request in (failing, also_failing, first, second):
+        tiny.engine.add(request)
+    tiny.drain()
+    assert failing.finish_reason == "error"
+    assert first.is_answered and second.is_answered
+
+
+def test_an_interrupt_leaves_rows_that_can_go_on(monkeypatch):
+    tiny = Tiny(model_of(), "hispec")
+    request = tiny.request(ROWS[1], ALL_RULES)
+    tiny.engine.add(request)
+    tiny.engine.step()
+    judge = tiny.round._judge
+
+    def interrupted(rows, level):
+        judge(rows, level)
+        if level == len(tiny.round.stages) - 1:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tiny.round, "_judge", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            tiny.engine.step()
+    tiny.drain()
+    same(request, ROWS[1], ALL_RULES)
+
+
+def test_an_allocation_that_can_not_succeed_leaves_the_prefix_cache_alone():
+    tiny = Tiny(model_of(), "autoregressive", num_blocks=20, enable_prefix_caching=True)
+    tiny.generate([PROMPTS[2]], SamplingParams(temperature=0, max_tokens=1))
+    assert len(tiny.prefix_cache.blocks) == 2
+    assert not tiny.engine.kv.grow([], 20)
+    assert len(tiny.prefix_cache.blocks) == 2
+    assert tiny.engine.kv.grow(blocks := [], 19) and len(blocks) == 19
+    assert not tiny.prefix_cache.blocks
+
+
+def test_a_token_without_text_has_a_logprob_all_the_same():
+    class Picky:
+        def decode(self, token_ids, *, skip_special_tokens):
+            if len(token_ids) == 1 and token_ids[0] % 2:
+                raise OverflowError("no such token")
+            return "x" * len(token_ids)
+
+    (request,) = (tiny := Tiny(model_of(), "autoregressive")).generate([ROWS[1]], ALL_RULES)
+    request.detokenizer._tokenizer = Picky()
+    texts = {i: one.decoded_token for e in request.output().outputs[0].logprobs for i, one in e.items()}
+    assert all((text is None) == (token_id % 2 == 1) for token_id, text in texts.items())
+    assert len({i % 2 for i in texts}) == 2 and not tiny.engine.has_unfinished
