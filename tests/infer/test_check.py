@@ -92,7 +92,17 @@ def test_command_prints_a_line_each_and_refuses_what_it_cannot_compare(artifact:
         (["--temperature", "0.8", "--seed", "1", "--peer-model", "x"], "leave --temperature out"),
         (["--num-prompts", "0"], "--num-prompts=0"),
         (["--batch-sizes", "1,x"], "whole numbers"),
-        (["--batch-sizes", "64"], "--max-num-seqs"),
+        (["--batch-sizes", "0"], "at least 1"),
     ):
         assert main([*arguments, *options]) == 2, options
         assert reason in capsys.readouterr().err
+
+
+def test_a_batch_larger_than_what_runs_at_once_is_one_continuous_batch(artifact: Path, tmp_path: Path, capsys) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "{text}"}}\n' for text in ("Hello", "the sea", "a river", "stones", "I")))
+    arguments = ["--prompts", str(prompts), "--max-tokens", "6", "--batch-sizes", "5", "--max-num-seqs", "2"]
+    assert main(["check", str(artifact), *arguments]) == 0
+    assert "batch 5: 5 of 5" in capsys.readouterr().out
+    assert main(["bench", str(artifact), *arguments]) == 2
+    assert "at most --max-num-seqs=2" in capsys.readouterr().err
