@@ -16,7 +16,6 @@ if TYPE_CHECKING:  # torch and transformers take seconds, `--help` and a wrong o
 BACKENDS = ("eager", "inductor")
 LATER_BACKENDS = ("onnx", "tensorrt")
 DTYPES = ("float32", "bfloat16")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 class Source(NamedTuple):
@@ -204,9 +203,10 @@ def load_model(source: Source, dtype: str) -> EarlyExitModel:
 
 def load_tokenizer_of(source: Source) -> Any:
     """The base's tokenizer; None for a local folder that holds no file of one."""
+    from infer.tokenizer import has_tokenizer
     from train.base_model import load_tokenizer, resolve_base
 
     folder = resolve_base(source.base, source.revision)
-    if isinstance(folder, Path) and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    if isinstance(folder, Path) and not has_tokenizer(folder):
         return None
     return load_tokenizer(source.base, source.revision)

@@ -6,15 +6,13 @@ It decides nothing about models or compilers; it is the list of steps in order.
 from __future__ import annotations
 
 import json
-import os
 import platform
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +41,7 @@ from infer.artifact import (
 from infer.batch import RING_SIZE
 from train.base_model import base_fingerprint
 from train.model import EarlyExitModel
+from train.whole_folder import whole_folder
 
 MAX_QUERY_LEN = RING_SIZE
 MAX_BATCH = 256
@@ -111,27 +110,11 @@ def write_artifact(
     if "inductor" in options.backends:
         inductor.check_compiler()
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    with _new_folder(options.output, options) as folder:
+    # Checked again before the move: building takes minutes, and others write too
+    with whole_folder(options.output, before_move=lambda: check_output(options)) as folder:
         manifest = _write_contents(folder, make_model, tokenizer, options, report)
         write_manifest(folder, manifest)
     return options.output
-
-
-@contextmanager
-def _new_folder(output: Path, options: ExportOptions) -> Iterator[Path]:
-    """A folder beside `output` that becomes `output` when the block ends well, and vanishes when it does not."""
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
-    replaced = unfinished.with_name(f"{unfinished.name}.replaced")
-    try:
-        unfinished.chmod(0o755)  # mkdtemp's private mode would shut other users out
-        yield unfinished
-        check_output(options)  # again: building takes minutes, and others write too
-        if output.exists():
-            os.rename(output, replaced)
-        os.rename(unfinished, output)
-        shutil.rmtree(replaced, ignore_errors=True)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _write_contents(

@@ -91,6 +91,11 @@ class Manifest:
         for fault in self._faults():
             raise ValueError(f"{MANIFEST}: {fault}; {EXPORT_AGAIN}")
 
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers that keep keys and values: the base's, then one for each `layer` exit."""
+        return self.base.num_layers + sum(e.has_kv for e in self.exits)
+
     def _faults(self) -> Iterator[str]:
         exits = {e.name: e for e in self.exits}
         if len(exits) < len(self.exits) or len({t.name for t in self.tiers}) < len(self.tiers):

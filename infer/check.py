@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from infer.artifact import Artifact, BuildInfo
 from infer.llm import LLM
 from infer.params import SamplingParams
 from infer.peers import TransformersPeer
@@ -95,10 +94,10 @@ def check(
     return results
 
 
-def target_error(artifact: Artifact, build: BuildInfo) -> float:
-    """What export measured of these programs: the target's largest error, relative to the largest logit."""
-    report = json.loads((artifact.path / "parity.json").read_text())["programs"][build.folder_name]
-    target = artifact.manifest.tiers[-1].name
+def target_error(llm: LLM) -> float:
+    """What export measured of its programs: the target's largest error, relative to the largest logit."""
+    report = json.loads((llm.artifact.path / "parity.json").read_text())["programs"][llm.build.folder_name]
+    target = llm.manifest.tiers[-1].name
     return max(tier["max_error"] for tier in report if tier["tier"] == target)
 
 

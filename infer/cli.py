@@ -233,7 +233,6 @@ def _need_seed(params: SamplingParams, flag: str) -> None:
 
 def _check(args: argparse.Namespace) -> int:
     """Exit code 1 when any text differs from plain decoding's by more than a tie."""
-    from infer.artifact import Artifact
     from infer.check import check, target_error
     from infer.peers import TransformersPeer
     from infer.report import print_comparison
@@ -248,7 +247,7 @@ def _check(args: argparse.Namespace) -> int:
     for name in names:
         llm.use(name, policy)  # refuses unknown names before any work
     prompts = [_token_ids(llm, row, raw=False) for row in rows]
-    error = target_error(Artifact.open(args.artifact), llm.build)
+    error = target_error(llm)
     peer = TransformersPeer(args.peer_model, llm.dtype, args.device) if args.peer_model else None
     try:
         results = check(

@@ -92,7 +92,7 @@ class LLM:
             )
         stages = stages_of(strategy, policy, self.manifest)
         chosen = opened.select(backend, dtype, device)
-        self.build = chosen.build
+        self.artifact, self.build = opened, chosen.build
         self.backend, self.dtype = chosen.build.backend, chosen.build.dtype
         torch_dtype = getattr(torch, self.dtype)
         if device == "cpu" and chosen.build.num_threads != torch.get_num_threads():
@@ -304,7 +304,6 @@ def _free_gpu_bytes(utilization: float) -> int:
 
 def _default_num_blocks(manifest: Manifest, itemsize: int, max_num_seqs: int, allowed_bytes: int) -> int:
     base, size = manifest.base, manifest.block_size
-    num_layers = base.num_layers + sum(e.has_kv for e in manifest.exits)
-    block_bytes = 2 * num_layers * size * base.num_kv_heads * base.head_dim * itemsize
+    block_bytes = 2 * manifest.num_kv_layers * size * base.num_kv_heads * base.head_dim * itemsize
     row = -(-manifest.limits.max_model_len // size)
     return 1 + max(row, min(max_num_seqs * row, allowed_bytes // block_bytes))

@@ -31,19 +31,19 @@ class TransformersPeer:
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> tuple[list[list[int]], float]:
         """Token ids after each prompt, and the seconds that took."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"prompts": [list(p) for p in prompts], "max_tokens": max_tokens}) + "\n")
-        self._process.stdin.flush()
-        reply = self._read()
+        reply = self._ask({"prompts": [list(p) for p in prompts], "max_tokens": max_tokens})
         return reply["token_ids"], reply["seconds"]
 
     def top_two(self, prompt: Sequence[int]) -> tuple[float, float]:
         """After `prompt`: how far the two largest logits lie apart, and the largest magnitude of all."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"top_two": list(prompt)}) + "\n")
-        self._process.stdin.flush()
-        reply = self._read()
+        reply = self._ask({"top_two": list(prompt)})
         return reply["gap"], reply["largest"]
+
+    def _ask(self, request: dict) -> dict:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return self._read()
 
     def _read(self) -> dict:
         assert self._process.stdout is not None

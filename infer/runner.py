@@ -66,12 +66,11 @@ class Runner:
         exits = {e.name: e for e in manifest.exits}
         self.exits = [exits[tier.exit] for tier in tiers]
         self.vocabs = [draft_vocabs.get(e.name) for e in self.exits]
-        num_kv_layers = base.num_layers + sum(e.has_kv for e in self.exits)
         shape = (num_blocks, self.block_size, base.num_kv_heads, base.head_dim)
         # One tensor per layer, each its own storage (DESIGN §5). Zeroed: 0 × NaN of a page never written is NaN.
         pages = [
             (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
-            for _ in range(num_kv_layers)
+            for _ in range(manifest.num_kv_layers)
         ]
         self._pages = [page for pair in pages for page in pair]
         ring_shape = ((max_num_seqs + 1) * RING_SIZE, base.hidden_size)

@@ -22,9 +22,13 @@ class NoTokenizer:
         return ""
 
 
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _FILES)
+
+
 def load_tokenizer(folder: Path) -> Any:
     """The Hugging Face tokenizer in `folder`, or `NoTokenizer`."""
-    if not any((folder / name).is_file() for name in _FILES):
+    if not has_tokenizer(folder):
         return NoTokenizer()
     from transformers import AutoTokenizer  # a second of imports, which `--help` should not pay
 

@@ -74,6 +74,19 @@ def make_model(family: str = "llama", exits: Sequence[ExitConfig] | None = None,
     return EarlyExitModel(base, list(chosen)).eval().place(DEVICE)
 
 
+def make_trimmed_model(vocab: Tensor) -> EarlyExitModel:
+    """Both exits know the ids `vocab` [V'] alone."""
+    model = make_model(
+        exits=[
+            ExitConfig(name="draft", layer=2, head="layer", vocab_size=len(vocab)),
+            ExitConfig(name="intermediate", layer=4, head="linear", vocab_size=len(vocab)),
+        ]
+    )
+    model.set_draft_vocab("draft", vocab)
+    model.set_draft_vocab("intermediate", vocab)
+    return model
+
+
 def make_manifest(model: EarlyExitModel, prefill_chunk: int = 8, max_model_len: int = 128) -> Manifest:
     family = model.family
     exits = [

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,6 +23,7 @@ from transformers import PreTrainedModel
 from train.base_model import base_fingerprint, ending_ids
 from train.family import DENSE_ATTENTION, Family
 from train.heads import ExitConfig, ExitHead, check_draft_vocab, check_exits, exit_configs
+from train.whole_folder import whole_folder
 
 FORMAT_VERSION = 1
 
@@ -128,25 +127,21 @@ class EarlyExitModel(nn.Module):
         """Write heads.safetensors, exits.json and the trimmed vocabularies; the folder appears whole or not at all."""
         folder = Path(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
-        temporary.chmod(0o755)  # mkdtemp's private mode would shut other users out
-        save_file(
-            {k: v.detach().cpu().contiguous() for k, v in self.heads.state_dict().items()},
-            temporary / "heads.safetensors",
-        )
-        for name, ids in self.draft_vocabs.items():
-            save_file({"draft_vocab": ids.cpu()}, temporary / f"draft_vocab.{name}.safetensors")
-        record = {
-            "format_version": FORMAT_VERSION,
-            "base": base_fingerprint(self.base),
-            "exits": [
-                {"name": e.name, "layer": e.layer, "head": e.head, "vocab_size": e.vocab_size} for e in self.exits
-            ],
-        }
-        (temporary / "exits.json").write_text(json.dumps(record, indent=2) + "\n")
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.rename(temporary, folder)
+        with whole_folder(folder) as unfinished:
+            save_file(
+                {k: v.detach().cpu().contiguous() for k, v in self.heads.state_dict().items()},
+                unfinished / "heads.safetensors",
+            )
+            for name, ids in self.draft_vocabs.items():
+                save_file({"draft_vocab": ids.cpu()}, unfinished / f"draft_vocab.{name}.safetensors")
+            record = {
+                "format_version": FORMAT_VERSION,
+                "base": base_fingerprint(self.base),
+                "exits": [
+                    {"name": e.name, "layer": e.layer, "head": e.head, "vocab_size": e.vocab_size} for e in self.exits
+                ],
+            }
+            (unfinished / "exits.json").write_text(json.dumps(record, indent=2) + "\n")
 
     def load_heads(self, folder: str | os.PathLike[str]) -> None:
         """Load weights and vocabularies of `folder` into this model's exits, which must be the same.

@@ -13,6 +13,7 @@ from tests.tiny_engine import (
     Tiny,
     hf_greedy,
     make_model,
+    make_trimmed_model,
     model_of,
     oracle,
     texts_of,
@@ -117,12 +118,7 @@ def test_any_number_of_exits_of_any_kind_gives_the_same_tokens(layers, head):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_ids_outside_a_trimmed_vocabulary_still_appear(strategy):
     vocab = torch.arange(0, 128, 3)
-    model = make_model(exits=[
-        ExitConfig(name="draft", layer=2, head="layer", vocab_size=len(vocab)),
-        ExitConfig(name="intermediate", layer=4, head="linear", vocab_size=len(vocab)),
-    ])  # fmt: skip
-    model.set_draft_vocab("draft", vocab)
-    model.set_draft_vocab("intermediate", vocab)
+    model = make_trimmed_model(vocab)
     got = [r.token_ids for r in Tiny(model, strategy).generate(ROWS, greedy())]
     assert got == [oracle("llama", p, NUM_TOKENS) for p in ROWS]
     assert {i for ids in got for i in ids} - set(vocab.tolist())

@@ -19,7 +19,7 @@ from infer.processors import Processors, Rules, bad_word_ids
 from infer.sampler import PickParams, pick
 from infer.strategy import Policy
 from tests.tiny_artifact import make_tokenizer
-from tests.tiny_engine import PROMPTS, STRATEGIES, IdText, Script, Tiny, hf_logits, make_model
+from tests.tiny_engine import PROMPTS, STRATEGIES, IdText, Script, Tiny, hf_logits, make_model, make_trimmed_model
 from train.heads import ExitConfig
 
 NUM_TOKENS = 14
@@ -250,14 +250,7 @@ _twin = functools.cache(twin_model)
 
 @functools.cache
 def trimmed_model():
-    vocab = torch.arange(1, 128, 3)
-    model = make_model(exits=[
-        ExitConfig(name="draft", layer=2, head="layer", vocab_size=len(vocab)),
-        ExitConfig(name="intermediate", layer=4, head="linear", vocab_size=len(vocab)),
-    ])  # fmt: skip
-    model.set_draft_vocab("draft", vocab)
-    model.set_draft_vocab("intermediate", vocab)
-    return soften(model)
+    return soften(make_trimmed_model(torch.arange(1, 128, 3)))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

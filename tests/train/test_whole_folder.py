@@ -1,0 +1,40 @@
+"""What stands at the target is whole, before and after, whatever happens between."""
+
+from pathlib import Path
+
+import pytest
+
+from train.whole_folder import whole_folder
+
+
+def fill(folder: Path, text: str) -> None:
+    (folder / "file").write_text(text)
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    (tmp_path / "target").mkdir()
+    fill(tmp_path / "target", "old")
+    return tmp_path / "target"
+
+
+def test_a_folder_replaces_what_was_there_and_leaves_nothing_else(target: Path) -> None:
+    with whole_folder(target) as unfinished:
+        fill(unfinished, "new")
+        assert (target / "file").read_text() == "old"
+    assert (target / "file").read_text() == "new"
+    assert list(target.parent.iterdir()) == [target]
+    assert target.stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.parametrize("where", ["block", "before_move"])
+def test_an_error_keeps_what_was_there(target: Path, where: str) -> None:
+    def refuse() -> None:
+        raise ValueError("somebody else was quicker")
+
+    with pytest.raises(ValueError), whole_folder(target, before_move=refuse) as unfinished:
+        fill(unfinished, "new")
+        if where == "block":
+            raise ValueError("broke off")
+    assert (target / "file").read_text() == "old"
+    assert list(target.parent.iterdir()) == [target]

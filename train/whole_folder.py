@@ -1,0 +1,30 @@
+"""A folder that appears whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def whole_folder(target: Path, before_move: Callable[[], None] = lambda: None) -> Iterator[Path]:
+    """A folder beside `target` that becomes `target` when the block ends well, and vanishes when it does not.
+
+    What stood at `target` stays until then, and gives way whole. `before_move` may raise to keep it.
+    """
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    replaced = unfinished.with_name(f"{unfinished.name}.replaced")
+    try:
+        unfinished.chmod(0o755)  # mkdtemp's private mode would shut other users out
+        yield unfinished
+        before_move()
+        if target.exists():
+            os.rename(target, replaced)
+        os.rename(unfinished, target)
+        shutil.rmtree(replaced, ignore_errors=True)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
