@@ -1,9 +1,9 @@
 """The round: draft, verify early, verify fully (arXiv 2510.01336, §3), written as one recursion.
 
-Drafting, verifying early and verifying fully are the same act: bring a tier to the row's end, let its exit pick its own
-token at every position it had not seen, keep the proposed tokens that equal the picks, and append the pick after them
-(`verify`). With nothing proposed that act drafts one token. So a strategy is a list of stages, plain decoding a
-list of one; nothing here knows which strategy it serves.
+Drafting, verifying early and verifying fully are the same act: bring a tier to the row's end, let its exit judge the
+tokens at every position it had not seen, keep those that it accepts, and append its own token after them (`judging`).
+With nothing proposed that act drafts one token. So a strategy is a list of stages, plain decoding a list of one;
+nothing here knows which strategy it serves, or by which rule tokens are accepted.
 """
 
 # Shape legend: N tokens of all rows together, V vocabulary
@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from infer.judging import IdentityRule, Lines, Rule
 from infer.logprobs import score
 from infer.processors import Processors
 from infer.row import Row
 from infer.runner import Runner
-from infer.sampler import PickParams, pick
+from infer.sampler import PickParams
 from infer.stats import TierStats
-from infer.verify import verify
 
 NAN_LOGITS = "the target's logits are NaN"
 NOTHING_ALLOWED = "allowed_token_ids, bad_words and min_tokens together leave no token to pick"
@@ -60,10 +60,11 @@ class Round:
     After `run`, every row's tokens are the target's own: committed, with all tiers standing before the last one.
     """
 
-    def __init__(self, runner: Runner, stages: Sequence[Stage]) -> None:
+    def __init__(self, runner: Runner, stages: Sequence[Stage], rule: Rule | None = None) -> None:
         assert stages[-1].tier == runner.num_tiers - 1, "the last stage is the target"
         self.runner = runner
         self.stages = tuple(stages)
+        self.rule = rule or IdentityRule()
         self.stats = [TierStats() for _ in stages]
         self._batch = _Batch((), runner.device)
 
@@ -77,6 +78,7 @@ class Round:
         return max(1, self.stages[0].window)
 
     def run(self, rows: Sequence[Row]) -> None:
+        self.rule.begin(rows)
         self._run_stage(list(rows), len(self.stages) - 1)
 
     def _run_stage(self, rows: list[Row], level: int) -> None:
@@ -105,22 +107,26 @@ class Round:
         if self._batch.rows != rows:
             self._batch = _Batch(rows, self.runner.device)
         processed = self._processed(logits, starts, counts, tier) if self._batch.has_rules else logits
-        picked = pick(processed, self._pick_params(starts, counts), self.runner.vocabs[tier])  # [N]
-        picks = picked.tolist()  # the stage's host synchronisation
         drafted = [row.token_ids[start + 1 :] for row, start in zip(rows, starts, strict=True)]
         is_target = level == len(self.stages) - 1
+        lines = Lines(
+            rows, level, is_target, processed, self.runner.vocabs[tier], self._batch.params, starts, counts, drafted
+        )
+        verdicts, is_broken = self.rule.judge(lines)
         first = 0
-        for row, start, proposed, count in zip(rows, starts, drafted, counts, strict=True):
-            own_picks = picks[first : first + count]
-            accepted, own = verify(proposed, own_picks)
-            row.truncate(start + 1 + accepted)
-            if min(own_picks) < 0:  # at a rejected position, too: its K and V stay in the blocks
-                _note_failure(row, logits[first : first + count], own_picks, is_target and own < 0)
-            if is_target and row.scores is not None and row.scores.num_generated is not None:
-                lines = slice(first, first + accepted + (own >= 0))
-                row.scores.generated += score(logits[lines], picked[lines], row.scores.num_generated)
+        for row, start, proposed, count, (accepted, own) in zip(rows, starts, drafted, counts, verdicts, strict=True):
+            here = slice(first, first + count)
             first += count
-            row.append(max(own, 0))  # a lower exit's broken pick is just a bad guess
+            row.truncate(start + 1 + accepted)
+            if is_broken is not None and any(is_broken[here]):  # a rejected position's K and V, too, stay in the blocks
+                _note_failure(row, logits[here], is_broken[here], is_target and own < 0)
+            if own >= 0:
+                row.append(own)
+            if is_target and row.scores is not None and row.scores.num_generated is not None:
+                scored = torch.tensor(row.token_ids[start + 1 :], dtype=torch.int64, device=logits.device)
+                row.scores.generated += score(logits[here][: len(scored)], scored, row.scores.num_generated)
+            if own < 0:
+                row.append(0)  # a lower exit's broken pick is just a bad guess
             if proposed:
                 self.stats[level].add(len(proposed), accepted)
                 row.stats[level].add(len(proposed), accepted)
@@ -134,21 +140,11 @@ class Round:
             batch.processors[tier] = Processors(rules, logits.shape[1], vocab, self.runner.device)
         return batch.processors[tier].apply(logits, [row.token_ids for row in batch.rows], starts, counts)
 
-    def _pick_params(self, starts: list[int], counts: list[int]) -> PickParams:
-        """The batch's sampling parameters, repeated for every position to be picked."""
-        params = self._batch.params
-        if params.all_greedy:
-            return params
-        index = [b for b, count in enumerate(counts) for _ in range(count)]
-        positions = [start + 1 + t for start, count in zip(starts, counts, strict=True) for t in range(count)]
-        device = self.runner.device
-        return params.at(torch.tensor(index, device=device), torch.tensor(positions, device=device))
 
-
-def _note_failure(row: Row, logits: Tensor, picks: Sequence[int], has_no_token: bool) -> None:
+def _note_failure(row: Row, logits: Tensor, has_no_pick: Sequence[bool], has_no_token: bool) -> None:
     """Why there is no pick at some of the positions of logits [T, V]: they are broken, or the row's own rules leave no
     id of this exit's. `has_no_token`: so the row can't go on."""
-    broken = [not bool(line.max() > -torch.inf) for line, picked in zip(logits, picks, strict=True) if picked < 0]
+    broken = [not bool(line.max() > -torch.inf) for line in logits[torch.tensor(has_no_pick)]]
     row.has_nan = row.has_nan or any(broken)
     if has_no_token:  # the first position without a pick is where the row stands
         row.failure = NAN_LOGITS if broken[0] else NOTHING_ALLOWED

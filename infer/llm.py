@@ -25,7 +25,7 @@ from infer.prefix_cache import PrefixCache
 from infer.processors import Rules
 from infer.request import Request
 from infer.runner import Runner
-from infer.strategy import Policy, stages_of
+from infer.strategy import Policy, rule_of, stages_of
 from infer.tokenizer import load_tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -51,6 +51,8 @@ class LLM:
         max_num_prefill_tokens: most prompt tokens computed between two rounds of the sequences that decode.
         enable_prefix_caching: keep prompts' KV for later prompts of the same beginning, while there is room.
         num_draft_tokens, window, inner_rounds: the policy's γ, N_i and R.
+        verification: `identity` gives sampled requests plain decoding's very tokens; `rejection` accepts more of them
+            and gives plain decoding's law. Greedy requests get the same tokens by either.
         seed: draws the seeds of requests that bring none; None draws them from the system.
 
     Raises:
@@ -73,6 +75,7 @@ class LLM:
         num_draft_tokens: int = 2,
         window: int = 4,
         inner_rounds: int = 4,
+        verification: str = "identity",
         seed: int | None = None,
     ) -> None:
         policy = Policy(num_draft_tokens=num_draft_tokens, window=window, inner_rounds=inner_rounds)
@@ -91,6 +94,7 @@ class LLM:
                 f"max_num_seqs={max_num_seqs}: the artifact allows at most {self.manifest.limits.max_batch}"
             )
         stages = stages_of(strategy, policy, self.manifest)
+        rule = rule_of(verification, stages, self.manifest)
         chosen = opened.select(backend, dtype, device)
         self.artifact, self.build = opened, chosen.build
         self.backend, self.dtype = chosen.build.backend, chosen.build.dtype
@@ -120,21 +124,23 @@ class LLM:
         )
         pool = BlockPool(num_blocks, self.manifest.block_size)
         cache = PrefixCache(pool, runner.prefill_chunk) if enable_prefix_caching else None
-        self.engine = Engine(runner, Round(runner, stages), pool, max_num_seqs, max_num_prefill_tokens, cache)
-        self.strategy = strategy
+        self.engine = Engine(runner, Round(runner, stages, rule), pool, max_num_seqs, max_num_prefill_tokens, cache)
+        self.strategy, self.verification = strategy, verification
         self._request_numbers = itertools.count()
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
 
-    def use(self, strategy: str, policy: Policy | None = None) -> None:
+    def use(self, strategy: str, policy: Policy | None = None, verification: str = "identity") -> None:
         """Switch to another strategy over the same programs and pages, while no request is running.
 
         Raises:
             ValueError: unknown strategy, or numbers that the artifact does not allow.
         """
         stages = stages_of(strategy, policy or Policy(), self.manifest)
+        rule = rule_of(verification, stages, self.manifest)
         if self.engine.has_unfinished:
             raise ValueError("requests are running: finish or close their stream before choosing another strategy")
-        self.engine.round, self.strategy = Round(self.engine.runner, stages), strategy
+        self.engine.round = Round(self.engine.runner, stages, rule)
+        self.strategy, self.verification = strategy, verification
 
     @property
     def judge_names(self) -> tuple[str, ...]:

@@ -7,12 +7,16 @@ hispec           all exits: drafts are verified early, and rarely by the target 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infer.artifact import Manifest
 from infer.hispec import Stage
+from infer.judging import IdentityRule, Rule
+from infer.rejection import RejectionRule
 
 STRATEGIES = ("autoregressive", "layerskip", "hispec")
+VERIFICATIONS = ("identity", "rejection")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,3 +70,16 @@ def stages_of(strategy: str, policy: Policy, manifest: Manifest) -> list[Stage]:
         return [draft, plain]
     inner = [Stage(tier=tier, repeats=policy.inner_rounds, window=policy.window) for tier in range(1, target)]
     return [draft, *inner, plain]
+
+
+def rule_of(verification: str, stages: Sequence[Stage], manifest: Manifest) -> Rule:
+    """How the stages accept: `identity` gives plain decoding's tokens, `rejection` their law at most acceptance.
+
+    Raises:
+        ValueError: unknown name.
+    """
+    if verification not in VERIFICATIONS:
+        raise ValueError(f"verification={verification!r} is not one of {', '.join(VERIFICATIONS)}")
+    if verification == "identity":
+        return IdentityRule()
+    return RejectionRule(len(stages), manifest.base.vocab_size)

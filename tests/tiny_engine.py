@@ -28,7 +28,7 @@ from infer.processors import Rules
 from infer.request import Request
 from infer.row import Row
 from infer.runner import Runner
-from infer.strategy import Policy, stages_of
+from infer.strategy import Policy, rule_of, stages_of
 from tests.tiny_models import make_tiny_model
 from train.heads import ExitConfig
 from train.model import EarlyExitModel
@@ -124,6 +124,7 @@ class Tiny:
         max_model_len: int = 128,
         max_num_prefill_tokens: int = 512,
         enable_prefix_caching: bool = False,
+        verification: str = "identity",
     ) -> None:
         self.manifest = make_manifest(model, max_model_len=max_model_len)
         programs = make_programs(model, BLOCK_SIZE)
@@ -137,7 +138,7 @@ class Tiny:
             num_blocks=num_blocks, max_num_seqs=max_num_seqs, dtype=torch.float32, device=DEVICE,
         )  # fmt: skip
         stages = stages_of(strategy, policy or Policy(), self.manifest)
-        self.round = Round(self.runner, stages)
+        self.round = Round(self.runner, stages, rule_of(verification, stages, self.manifest))
         pool = BlockPool(num_blocks, BLOCK_SIZE)
         self.prefix_cache = PrefixCache(pool, self.runner.prefill_chunk) if enable_prefix_caching else None
         self.engine = Engine(self.runner, self.round, pool, max_num_seqs, max_num_prefill_tokens, self.prefix_cache)

@@ -4,12 +4,11 @@ import itertools
 import random
 
 import pytest
-import torch
 from scipy.stats import chi2
 
 from infer.params import SamplingParams
-from infer.sampler import PickParams, probabilities
 from infer.strategy import Policy
+from tests.law import exact_law
 from tests.tiny_engine import PROMPTS, STRATEGIES, Tiny, make_model, model_of
 from train.heads import ExitConfig
 
@@ -90,21 +89,6 @@ def test_greedy_and_sampled_rows_share_a_batch():
 
 VOCAB = 4
 NUM_SAMPLES = 2000
-
-
-def exact_law(model, prompt: list[int], how: SamplingParams, num_tokens: int) -> dict[tuple[int, ...], float]:
-    """Probability of every continuation of `num_tokens` tokens, from Hugging Face's logits."""
-    law: dict[tuple[int, ...], float] = {(): 1.0}
-    model.base.config._attn_implementation = "eager"
-    for _ in range(num_tokens):
-        longer = {}
-        for text, p in law.items():
-            with torch.no_grad():
-                logits = model.base(torch.tensor([[*prompt, *text]]), use_cache=False).logits[:, -1]
-            for token, q in enumerate(probabilities(logits, PickParams.of([how], [0], [0]))[0].tolist()):
-                longer[(*text, token)] = p * q
-        law = longer
-    return law
 
 
 @pytest.mark.parametrize("strategy", ["autoregressive", pytest.param("hispec", marks=pytest.mark.slow)])

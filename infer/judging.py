@@ -1,0 +1,76 @@
+"""How a stage rules on what the stage below it proposed.
+
+The identity rule, which is the default, stands here, the other one in `rejection`. `Round` runs the stages and writes
+their rulings into the rows.
+"""
+
+# Shape legend: N lines (one per position, all rows together), V vocabulary (perhaps trimmed)
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from infer.row import Row
+from infer.sampler import PickParams, pick
+from infer.verify import Verdict, verify
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """What one call of a judge has to rule on: a line of logits per position, row after row.
+
+    Row b has counts[b] lines, for the tokens at positions starts[b] + 1 and up: those in drafted[b], and one more.
+    """
+
+    rows: Sequence[Row]
+    level: int  # of the judging stage
+    is_target: bool
+    logits: Tensor  # [N, V], after the rows' rules
+    ids: Tensor | None  # [V] int64, the real ids of a trimmed vocabulary; None: 0..V-1
+    row_params: PickParams  # an entry per row
+    starts: Sequence[int]
+    counts: Sequence[int]
+    drafted: Sequence[Sequence[int]]
+
+    def params(self) -> PickParams:
+        """The rows' sampling parameters, an entry per line."""
+        owners = [b for b, count in enumerate(self.counts) for _ in range(count)]
+        positions = [s + 1 + t for s, count in zip(self.starts, self.counts, strict=True) for t in range(count)]
+        device = self.logits.device
+        return self.row_params.at(torch.tensor(owners, device=device), torch.tensor(positions, device=device))
+
+
+class Ruling(NamedTuple):
+    verdicts: list[Verdict]  # per row; the own token is -1 where the judge has none
+    is_broken: list[bool] | None  # per line, whether nothing can be picked there; None: nowhere
+
+
+class Rule(Protocol):
+    """Rulings must leave what the target commits exact: the very tokens of plain decoding, or their law."""
+
+    def begin(self, rows: Sequence[Row]) -> None:
+        """A round begins: whatever was drafted in these rows before is forgotten."""
+
+    def judge(self, lines: Lines) -> Ruling:
+        """Accept what can be accepted of `lines.drafted`, and give the judge's own token after it."""
+
+
+class IdentityRule:
+    """A drafted token is accepted iff it is the token that the judge picks itself (`verify`)."""
+
+    def begin(self, rows: Sequence[Row]) -> None:
+        """Nothing is kept between calls."""
+
+    def judge(self, lines: Lines) -> Ruling:
+        params = lines.row_params if lines.row_params.all_greedy else lines.params()
+        picks = pick(lines.logits, params, lines.ids).tolist()  # the stage's host synchronisation
+        verdicts, first = [], 0
+        for drafted, count in zip(lines.drafted, lines.counts, strict=True):
+            verdicts.append(verify(drafted, picks[first : first + count]))
+            first += count
+        return Ruling(verdicts, [token < 0 for token in picks] if min(picks) < 0 else None)
