@@ -19,6 +19,8 @@ from infer.row import Row
 
 RING_SIZE = 64  # positions of hidden states kept per row between two tiers
 
+_MAX_TABLES = 64  # batches whose block tables are kept
+
 
 @dataclass(frozen=True, slots=True)
 class Query:
@@ -34,7 +36,7 @@ class Query:
 
     @property
     def is_full(self) -> bool:
-        return all(length == self.width for length in self.lengths)
+        return min(self.lengths) == self.width
 
     def flat_index(self, device: torch.device) -> Tensor:
         """[N] int64: the cells of the flattened [B·T] rectangle that are not padding, row after row."""
@@ -42,15 +44,47 @@ class Query:
         return torch.tensor(cells, device=device)
 
 
+class BlockTables:
+    """The block tables of rows that are computed together. They change far less often than calls come, so the last ones
+    are kept; a row's own list only ever grows, or is replaced as a whole."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._kept: dict[tuple[int, ...], tuple[list[list[int]], Tensor]] = {}
+
+    def of(self, rows: Sequence[Row], num_blocks: int) -> Tensor:
+        """[B, num_blocks] int64.
+
+        Shorter ones are filled up with a block of the row's own, which positions mask: nobody reads the null block,
+        where the padding of a row whose states are NaN leaves NaN, and 0 × NaN would reach its neighbours.
+        """
+        tables = [row.block_table for row in rows]
+        key = (num_blocks, *map(id, tables), *map(len, tables))
+        kept = self._kept.get(key)
+        if kept is None:
+            if len(self._kept) == _MAX_TABLES:
+                self._kept.clear()
+            filled = [table[:num_blocks] + table[:1] * (num_blocks - len(table)) for table in tables]
+            # The lists are held, so that no others can come to have their ids
+            kept = self._kept[key] = tables, torch.tensor(filled, device=self._device)
+        return kept[1]
+
+
 def make_query(
-    rows: Sequence[Row], spans: Sequence[range], block_size: int, device: torch.device, min_width: int = 1
+    rows: Sequence[Row],
+    spans: Sequence[range],
+    block_size: int,
+    device: torch.device,
+    min_width: int = 1,
+    tables: BlockTables | None = None,
 ) -> Query:
     """The call that computes positions `spans[b]` of `rows[b]`, in a rectangle at least `min_width` wide."""
-    width = max(min_width, max(len(span) for span in spans))
-    num_blocks = max(-(-span.stop // block_size) for span in spans)
-    positions, slots, ring, tables = list[int](), list[int](), list[int](), list[int]()
-    for row, span in zip(rows, spans, strict=True):
-        table, first_state, padding = row.block_table, row.ring * RING_SIZE, width - len(span)
+    lengths = [len(span) for span in spans]
+    width = max(min_width, *lengths)
+    num_blocks = -(-max([span.stop for span in spans]) // block_size)
+    positions, slots, ring = list[int](), list[int](), list[int]()
+    for row, span, length in zip(rows, spans, lengths, strict=True):
+        table, first_state, padding = row.block_table, row.ring * RING_SIZE, width - length
         positions += span
         slots += [table[p // block_size] * block_size + p % block_size for p in span]
         ring += [first_state + p % RING_SIZE for p in span]
@@ -58,33 +92,32 @@ def make_query(
             positions += [-1] * padding
             slots += [0] * padding
             ring += [0] * padding
-        # Filled up with a block of the row's own, which positions mask: nobody reads the null block, where the padding
-        # of a row whose states are NaN leaves NaN, and 0 × NaN would reach its neighbours.
-        tables += table[:num_blocks]
-        if len(table) < num_blocks:
-            tables += [table[0]] * (num_blocks - len(table))
     batch, size = len(rows), len(rows) * width
-    # One conversion and one transfer for all four. Each begins at an even place: kernels may count on 16 bytes.
+    # One conversion and one transfer for all three. Each begins at an even place: kernels may count on 16 bytes.
     packed = array("q", positions)
-    for numbers in (slots, ring, tables):
+    for numbers in (slots, ring):
         packed.extend([0] * (len(packed) % 2) + numbers)
     flat = torch.frombuffer(packed, dtype=torch.int64).to(device)
     step = size + size % 2
     return Query(
         positions=flat[:size].view(batch, width),
         slots=flat[step : step + size].view(batch, width),
-        block_table=flat[3 * step :].view(batch, num_blocks),
+        block_table=(tables or BlockTables(device)).of(rows, num_blocks),
         ring=flat[2 * step : 2 * step + size],
         rows=rows,
-        lengths=[len(span) for span in spans],
+        lengths=lengths,
         width=width,
     )
 
 
 def token_rectangle(rows: Sequence[Row], spans: Sequence[range], width: int, device: torch.device) -> Tensor:
     """[B, T] int64: the rows' tokens at `spans`, padded with id 0."""
-    ids = [row.token_ids[s.start : s.stop] + [0] * (width - len(s)) for row, s in zip(rows, spans, strict=True)]
-    return torch.tensor(ids, device=device)
+    ids = list[int]()
+    for row, span in zip(rows, spans, strict=True):
+        ids += row.token_ids[span.start : span.stop]
+        if len(span) < width:
+            ids += [0] * (width - len(span))
+    return torch.frombuffer(array("q", ids), dtype=torch.int64).view(len(rows), width).to(device)
 
 
 def cut(span: range, limit: int | None) -> list[range]:

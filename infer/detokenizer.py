@@ -5,6 +5,8 @@
            [len - held, len)       could be the beginning of a stop string: waits
     tokens that do not yet end on a whole character are not in `text` at all
 
+Without stop strings nothing hangs on the text, and tokens wait until somebody takes it.
+
 So what `take` and `finish` return, joined, is the final `text`, whatever the pace at which tokens came.
 """
 
@@ -45,6 +47,10 @@ class Detokenizer:
         if not self._params.detokenize:
             return False
         self._window.append(token_id)
+        return bool(self._stops) and self._read()
+
+    def _read(self) -> bool:
+        """Decode what has come, as far as it ends on a whole character; whether that completed a stop string."""
         new_text = self._unread_text()
         if not new_text or new_text.endswith(_HALF_A_CHARACTER):
             return False
@@ -54,6 +60,8 @@ class Detokenizer:
 
     def take(self) -> str:
         """The text that is new since the last call and can no longer change."""
+        if not self._stops and len(self._window) > self._num_read:
+            self._read()
         end = len(self.text) - self._num_held()
         new, self._num_taken = self.text[self._num_taken : end], end  # end never falls: see `_num_held`
         return new

@@ -162,6 +162,9 @@ class LLM:
             ValueError: a prompt is empty or too long, before anything has run.
         """
         requests = self._requests(_as_list(prompts), sampling_params)
+        for request in requests:
+            for choice in (request, *request.siblings):
+                choice.is_streamed = False
         self._run(requests)
         return [request.output() for request in requests]
 

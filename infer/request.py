@@ -31,6 +31,7 @@ class Request:
         leader: choice 0; None if it is that itself.
         siblings: the leader's other choices.
         pending: those that wait, outside of all queues, until the leader has computed the prompt.
+        is_streamed: whether somebody reads its text while it runs; else it is made at the end.
         shared_blocks: the leader's: the prompt's blocks, owned until every sibling has had them. A last block that the
             prompt fills in part is a copy.
     """
@@ -51,6 +52,7 @@ class Request:
     leader: Request | None = field(default=None, repr=False)
     siblings: list[Request] = field(default_factory=list, repr=False)
     pending: list[Request] = field(default_factory=list, repr=False)
+    is_streamed: bool = True
     shared_blocks: list[int] | None = None
     row: Row | None = None
     token_ids: list[int] = field(default_factory=list)
@@ -101,9 +103,10 @@ class Request:
                 self._finish("stop", self.detokenizer.stop_string)
             elif len(self.prompt_token_ids) + len(self.token_ids) >= self.max_len:
                 self._finish("length", None)
-            if self.is_finished:
+            if self.finish_reason is not None:
                 return
-        self.text += self.detokenizer.take()
+        if self.is_streamed:
+            self.text += self.detokenizer.take()
 
     def note_time(self, now: float) -> None:
         """Tokens have just been committed."""

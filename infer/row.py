@@ -108,6 +108,8 @@ class Row:
 
     def truncate(self, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens; what was computed beyond them is forgotten. Idempotent."""
+        if num_tokens >= len(self.token_ids):
+            return  # cursors never pass the tokens
         del self.token_ids[num_tokens:]
         self.cursors = [min(cursor, num_tokens) for cursor in self.cursors]
         self.exit_cursors = [min(cursor, num_tokens) for cursor in self.exit_cursors]
@@ -122,6 +124,7 @@ class Row:
 
     def check_integrity(self) -> None:
         """Between outer rounds: nothing tentative is left, and all tiers stand before the last token."""
-        assert set(self.cursors) == {len(self) - 1}, f"cursors {self.cursors} of a row of {len(self)} tokens"
-        assert all(e <= c for e, c in zip(self.exit_cursors, self.cursors, strict=True)), "an exit is ahead of its tier"
-        assert len(self) <= self.max_len
+        end, cursors = len(self.token_ids) - 1, self.cursors
+        assert cursors.count(end) == len(cursors), f"cursors {cursors} of a row of {end + 1} tokens"
+        assert max(self.exit_cursors) <= end, "an exit is ahead of its tier"
+        assert end < self.max_len

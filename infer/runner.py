@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from infer.artifact import Manifest, ProgramInfo
-from infer.batch import RING_SIZE, Query, cut, make_query, split_by_size, token_rectangle
+from infer.batch import RING_SIZE, BlockTables, Query, cut, make_query, split_by_size, token_rectangle
 from infer.logprobs import score
 from infer.row import Row
 
@@ -76,6 +76,7 @@ class Runner:
         ring_shape = ((max_num_seqs + 1) * RING_SIZE, base.hidden_size)
         self._rings = [torch.zeros(ring_shape, dtype=dtype, device=device) for _ in tiers]
 
+        self._tables = BlockTables(device)
         self._last_query: tuple[list[Row], list[range], Query] | None = None
         # One for all programs over pages, so that level tiers can share a call's tensors
         ranges = [info.bitwise_range for info in infos.values() if info.kv_layers and info.bitwise_range]
@@ -123,7 +124,7 @@ class Runner:
         """Compute the row's next chunk in all tiers, and in these tiers' exits."""
         span = self.next_chunk(row)
         min_width = 1 if span.start < row.num_prompt_tokens - 1 else self._min_tokens
-        query = make_query([row], [span], self.block_size, self.device, min_width)
+        query = make_query([row], [span], self.block_size, self.device, min_width, self._tables)
         x = token_rectangle([row], [span], query.width, self.device)
         for tier in range(self.num_tiers):
             x = self._call(self._trunks[tier], x, query)
@@ -232,7 +233,8 @@ class Runner:
         """The tensors of a call. Tiers that stand level compute the same positions, so the last ones are kept."""
         if self._last_query is not None and self._last_query[0] == rows and self._last_query[1] == spans:
             return self._last_query[2]
-        query = make_query(rows, spans, self.block_size, self.device, min_width=-(-self._min_tokens // len(rows)))
+        min_width = -(-self._min_tokens // len(rows))
+        query = make_query(rows, spans, self.block_size, self.device, min_width, self._tables)
         self._last_query = (rows, spans, query)
         return query
 
