@@ -115,6 +115,10 @@ class Request:
     def abort(self, reason: str) -> None:
         self._finish("abort", reason)
 
+    def break_off(self, reason: str) -> None:
+        """End it because its row has no next token; the text has all that it committed."""
+        self._finish("error", reason)
+
     def _stop_at(self, token_id: int) -> None:
         """The stop token belongs to the text only if stop strings do; it may then complete one."""
         reason: int | str | None = None if token_id in self.eos_token_ids else token_id

@@ -99,11 +99,11 @@ class NanAt:
 
 @pytest.mark.parametrize("after", [0, 1, 5])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_row_whose_target_gives_nan_aborts_alone(strategy, after):
+def test_a_row_whose_target_gives_nan_fails_alone(strategy, after):
     """A14."""
     tiny = Tiny(model_of(), strategy, Policy(num_draft_tokens=3), rig=NanAt({2}, PROMPTS[1][0], after))
     got = tiny.generate(PROMPTS[:3], GREEDY)
-    assert [r.finish_reason for r in got] == ["length", "abort", "length"]
+    assert [r.finish_reason for r in got] == ["length", "error", "length"]
     assert got[1].stop_reason == "the target's logits are NaN"
     lengths = (12, after, 12)
     assert [r.token_ids for r in got] == [oracle("llama", p, 14)[:n] for p, n in zip(PROMPTS, lengths)]
@@ -133,7 +133,7 @@ def test_nan_in_a_rows_states_reaches_no_neighbour_through_padding(bad):
     tiny = Tiny(model, "hispec", rig=Script(texts, lambda row, tier, offset, number: list(texts)[row] != bad))
     good = [(5, 9, 3), (11,) * 17]
     requests = tiny.generate([good[0], bad, good[1]], GREEDY)
-    assert [r.finish_reason for r in requests] == ["length", "abort", "length"]
+    assert [r.finish_reason for r in requests] == ["length", "error", "length"]
     assert [[*r.prompt_token_ids, *r.token_ids] for r in (requests[0], requests[2])] == [
         texts[p][: len(p) + 12] for p in good
     ]
@@ -143,7 +143,7 @@ def test_nan_in_a_rows_states_reaches_no_neighbour_through_padding(bad):
 def test_blocks_of_a_failed_row_are_clean_for_the_next_one(strategy):
     model, texts = nan_model()
     tiny = Tiny(model, strategy, num_blocks=9)
-    assert tiny.generate([[NAN_ID] * 20], GREEDY)[0].finish_reason == "abort"
+    assert tiny.generate([[NAN_ID] * 20], GREEDY)[0].finish_reason == "error"
     (request,) = tiny.generate([(11,) * 17], GREEDY)
     assert request.finish_reason == "length"
     assert [*request.prompt_token_ids, *request.token_ids] == texts[(11,) * 17][:29]

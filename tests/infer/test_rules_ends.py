@@ -42,7 +42,7 @@ def test_a_row_whose_target_has_nothing_left_fails_alone(strategy):
     never = greedy(allowed_token_ids=[126], min_tokens=2)
     got = tiny.generate(ROWS, [greedy(), stuck, never, setting("frequency")], EOS)
     assert ids_of(got) == [plain_text(0), [7, 7], [], wanted("frequency")[3]]
-    assert [r.finish_reason for r in got[:3]] == ["length", "abort", "abort"]
+    assert [r.finish_reason for r in got[:3]] == ["length", "error", "error"]
     assert [r.stop_reason for r in got[1:3]] == [NOTHING_ALLOWED] * 2
     assert not any(r.row.has_nan for r in got)
 
@@ -69,7 +69,7 @@ def test_nan_fails_its_row_even_where_the_broken_id_may_not_be_picked(strategy, 
     tiny = Tiny(soft_model(), strategy, rig=NanAt(column))
     got = tiny.generate(ROWS, setting(name), EOS)
     assert ids_of(got) == [text[:2] if b == 1 else text for b, text in enumerate(wanted(name))]
-    assert (got[1].finish_reason, got[1].stop_reason, got[1].row.has_nan) == ("abort", NAN_LOGITS, True)
+    assert (got[1].finish_reason, got[1].stop_reason, got[1].row.has_nan) == ("error", NAN_LOGITS, True)
 
 
 # ---- where a text ends ----
