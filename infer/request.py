@@ -131,8 +131,11 @@ class Request:
         self.finish_reason, self.stop_reason = "error", f"{type(cause).__name__}: {cause}"
 
     def _finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
-        self.finish_reason, self.stop_reason = reason, stop_reason
         self.text += self.detokenizer.take() + self.detokenizer.finish()
+        # A last token that ends on half a character was held back, and with it the stop string that it completes
+        if reason == "length" and self.detokenizer.stop_string is not None:
+            reason, stop_reason = "stop", self.detokenizer.stop_string
+        self.finish_reason, self.stop_reason = reason, stop_reason
 
     def completion(self) -> CompletionOutput:
         return CompletionOutput(
