@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from infer.params import SamplingParams
+from tests.infer.patterns import PATTERNS
 from tests.infer.rules_oracle import (
     EOS,
     NUM_TOKENS,
@@ -27,14 +28,8 @@ from tests.tiny_engine import STRATEGIES, Script, Tiny
 
 POLICIES = {"autoregressive": [(1, 1, 1)], "layerskip": [(1, 4, 4), (5, 4, 4)], "hispec": [(1, 1, 1), (5, 7, 3)]}
 CASES = [(strategy, policy) for strategy, policies in POLICIES.items() for policy in policies]
-PATTERNS = {
-    "accept all": lambda row, tier, offset, number: True,
-    "reject all": lambda row, tier, offset, number: False,
-    "reject at 1": lambda row, tier, offset, number: offset != 1,
-    "alternate by row and round": lambda row, tier, offset, number: (row + number) % 2 == 0,
-    "draft right, intermediate wrong": lambda row, tier, offset, number: tier == 0,
-    "tiers take turns": lambda row, tier, offset, number: (offset + tier + number) % 2 == 0,
-}
+CHOSEN = ("accept all", "reject all", "reject at 1", "alternate by row and round", "draft right, intermediate wrong",
+          "tiers take turns")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -55,7 +50,7 @@ def test_every_setting_gives_the_oracles_tokens(name, strategy, policy):
     assert ids_of(tiny.generate(ROWS, setting(name), EOS)) == wanted(name)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern", CHOSEN)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_setting_gives_the_oracles_tokens_whatever_is_drafted(name, pattern):
     texts = {p: [*p, *text] for p, text in zip(ROWS, wanted(name))}
