@@ -5,6 +5,7 @@ import pytest
 from infer.params import SamplingParams
 from infer.request import Request
 from infer.strategy import Policy
+from tests.infer.rules_oracle import twin_model
 from tests.tiny_engine import NAN_ID, PROMPTS, STRATEGIES, Tiny, all_is_free, model_of, nan_model, oracle
 
 NUM_TOKENS = 10
@@ -90,6 +91,15 @@ def test_the_prompt_is_computed_once_and_its_whole_blocks_are_shared(max_num_seq
     assert chunks == [range(0, 8), range(8, 16), range(16, 17)]
     assert len(shared) == 1
     assert all_is_free(tiny)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+def test_drafts_of_every_choice_have_its_own_noise(strategy):
+    """Else those of a twin of the target would be rejected for all choices but the first: worse, not wrong."""
+    tiny = Tiny(twin_model(), strategy)
+    tiny.generate([PROMPTS[1]], sampled(4))
+    for stats in tiny.round.stats[1:]:
+        assert stats.num_accepted == stats.num_draft_tokens > 0
 
 
 def test_choices_count_what_their_judges_accepted_together():
