@@ -31,10 +31,11 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12)
 # ---- room ----
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("num_prompt", "max_tokens"), [(40, 4), (30, 10)])
-def test_a_request_that_the_pool_can_never_hold_is_refused_and_those_behind_it_run(num_prompt, max_tokens):
+def test_a_request_that_the_pool_can_never_hold_is_refused_and_those_behind_it_run(num_prompt, max_tokens, strategy):
     """A19: 8 blocks of 4."""
-    tiny = Tiny(model_of(), "hispec", num_blocks=9)
+    tiny = Tiny(model_of(), strategy, num_blocks=9)
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     first, third = tiny.request([5] * 20, params), tiny.request([6] * 20, params)
     tiny.engine.add(first)
@@ -180,10 +181,25 @@ def test_an_empty_prompt_is_refused_and_the_next_request_works(prompts):
     assert len(output.outputs[0].token_ids) == 12
 
 
-@pytest.mark.parametrize("max_tokens", [None, 1, 50])
-def test_a_prompt_must_leave_room_for_one_token(max_tokens):
-    """A18."""
+def test_an_empty_prompt_begins_at_bos_where_the_tokenizer_adds_one():
+    """A17."""
+
+    class WithBos(ByteIds):
+        def __call__(self, text: str) -> dict[str, list[int]]:
+            return {"input_ids": [1, *super().__call__(text)["input_ids"]]}
+
     llm = make_llm()
+    llm.tokenizer = WithBos()
+    (output,) = llm.generate("", GREEDY)
+    assert output.prompt_token_ids == (1,)
+    assert list(output.outputs[0].token_ids) == oracle("llama", (1,), 12)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("max_tokens", [None, 1, 50])
+def test_a_prompt_must_leave_room_for_one_token(max_tokens, strategy):
+    """A18."""
+    llm = make_llm(strategy)
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     (output,) = llm.generate([[3] * 31], params)
     assert output.outputs[0].token_ids == tuple(oracle("llama", (3,) * 31, 1))

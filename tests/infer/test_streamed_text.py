@@ -41,7 +41,7 @@ class Told(Script):
 
 @functools.cache
 def model():  # type: ignore[no-untyped-def]
-    return make_model(vocab_size=VOCAB_SIZE)
+    return make_model(vocab_size=VOCAB_SIZE + 10)  # padded, as many models are: the last ids have no text
 
 
 @functools.cache
@@ -108,6 +108,20 @@ def test_max_tokens_inside_a_character_gives_the_tail_of_decoding_the_tokens(str
         assert (request.token_ids, request.finish_reason) == (ids[:max_tokens], "length")
         assert "".join(chunks) == request.text == tokenizer().decode(ids[:max_tokens])
         assert not any("\ufffd" in chunk for chunk in chunks[:-1])
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize(("strategy", "policy"), CASES)
+def test_an_id_beyond_the_tokenizer_is_no_text_and_the_text_goes_on(strategy, policy, pattern):
+    """A16: the model's head is wider than the tokenizer, and picks such an id, also next to half a character."""
+    text = encode("Hello 👍, world")
+    for at in (0, len(encode("Hello ")) + 1, len(text)):
+        ids = [*text[:at], VOCAB_SIZE + 3, *text[at:]]
+        chunks, request = chunks_of(ids, tokenizer(), strategy, policy, pattern, logprobs=1)
+        done = request.output().outputs[0]
+        assert "".join(chunks) == done.text == "Hello 👍, world"
+        assert (list(done.token_ids), done.finish_reason) == (ids, "length")
+        assert done.logprobs[at][VOCAB_SIZE + 3].decoded_token == ""
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
