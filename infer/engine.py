@@ -136,7 +136,8 @@ class Engine:
             if start == row.num_prompt_tokens and request.choice == 0 and request.finish_reason != "error":
                 self.kv.remember(row, self.round.judging_tiers)
             if row.is_broken and not request.is_finished:
-                request.abort(row.failure or "")
+                logger.error("request %s failed: %s", request.request_id, row.failure)
+                request.break_off(row.failure or "")
         return []
 
     def _fail(self, requests: Sequence[Request], error: Exception) -> None:

@@ -66,6 +66,7 @@ class Round:
         self.stages = tuple(stages)
         self.rule = rule or IdentityRule()
         self.stats = [TierStats() for _ in stages]
+        self._verdicts: list[tuple[Row, int, int, int]] = []  # of this round: row, level, drafted, accepted
         self._batch = _Batch((), runner.device)
 
     @property
@@ -79,7 +80,12 @@ class Round:
 
     def run(self, rows: Sequence[Row]) -> None:
         self.rule.begin(rows)
+        self._verdicts.clear()
         self._run_stage(list(rows), len(self.stages) - 1)
+        # Counted at the end, as a round that breaks off is run again
+        for row, level, num_drafted, num_accepted in self._verdicts:
+            self.stats[level].add(num_drafted, num_accepted)
+            row.stats[level].add(num_drafted, num_accepted)
 
     def _run_stage(self, rows: list[Row], level: int) -> None:
         for _ in range(self.stages[level].repeats):
@@ -128,8 +134,7 @@ class Round:
             if own < 0:
                 row.append(0)  # a lower exit's broken pick is just a bad guess
             if proposed:
-                self.stats[level].add(len(proposed), accepted)
-                row.stats[level].add(len(proposed), accepted)
+                self._verdicts.append((row, level, len(proposed), accepted))
 
     def _processed(self, logits: Tensor, starts: list[int], counts: list[int], tier: int) -> Tensor:
         """The logits after what the batch's rows ask for, given each row's own tokens before each position."""

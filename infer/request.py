@@ -118,6 +118,10 @@ class Request:
     def abort(self, reason: str) -> None:
         self._finish("abort", reason)
 
+    def break_off(self, reason: str) -> None:
+        """End it because its row has no next token; the text has all that it committed."""
+        self._finish("error", reason)
+
     def _stop_at(self, token_id: int) -> None:
         """The stop token belongs to the text only if stop strings do; it may then complete one."""
         reason: int | str | None = None if token_id in self.eos_token_ids else token_id
@@ -130,8 +134,11 @@ class Request:
         self.finish_reason, self.stop_reason = "error", f"{type(cause).__name__}: {cause}"
 
     def _finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
-        self.finish_reason, self.stop_reason = reason, stop_reason
         self.text += self.detokenizer.take() + self.detokenizer.finish()
+        # A last token that ends on half a character was held back, and with it the stop string that it completes
+        if reason == "length" and self.detokenizer.stop_string is not None:
+            reason, stop_reason = "stop", self.detokenizer.stop_string
+        self.finish_reason, self.stop_reason = reason, stop_reason
 
     def completion(self) -> CompletionOutput:
         return CompletionOutput(

@@ -31,10 +31,11 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12)
 # ---- room ----
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("num_prompt", "max_tokens"), [(40, 4), (30, 10)])
-def test_a_request_that_the_pool_can_never_hold_is_refused_and_those_behind_it_run(num_prompt, max_tokens):
+def test_a_request_that_the_pool_can_never_hold_is_refused_and_those_behind_it_run(num_prompt, max_tokens, strategy):
     """A19: 8 blocks of 4."""
-    tiny = Tiny(model_of(), "hispec", num_blocks=9)
+    tiny = Tiny(model_of(), strategy, num_blocks=9)
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     first, third = tiny.request([5] * 20, params), tiny.request([6] * 20, params)
     tiny.engine.add(first)
@@ -99,11 +100,11 @@ class NanAt:
 
 @pytest.mark.parametrize("after", [0, 1, 5])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_row_whose_target_gives_nan_aborts_alone(strategy, after):
+def test_a_row_whose_target_gives_nan_fails_alone(strategy, after):
     """A14."""
     tiny = Tiny(model_of(), strategy, Policy(num_draft_tokens=3), rig=NanAt({2}, PROMPTS[1][0], after))
     got = tiny.generate(PROMPTS[:3], GREEDY)
-    assert [r.finish_reason for r in got] == ["length", "abort", "length"]
+    assert [r.finish_reason for r in got] == ["length", "error", "length"]
     assert got[1].stop_reason == "the target's logits are NaN"
     lengths = (12, after, 12)
     assert [r.token_ids for r in got] == [oracle("llama", p, 14)[:n] for p, n in zip(PROMPTS, lengths)]
@@ -133,7 +134,7 @@ def test_nan_in_a_rows_states_reaches_no_neighbour_through_padding(bad):
     tiny = Tiny(model, "hispec", rig=Script(texts, lambda row, tier, offset, number: list(texts)[row] != bad))
     good = [(5, 9, 3), (11,) * 17]
     requests = tiny.generate([good[0], bad, good[1]], GREEDY)
-    assert [r.finish_reason for r in requests] == ["length", "abort", "length"]
+    assert [r.finish_reason for r in requests] == ["length", "error", "length"]
     assert [[*r.prompt_token_ids, *r.token_ids] for r in (requests[0], requests[2])] == [
         texts[p][: len(p) + 12] for p in good
     ]
@@ -143,7 +144,7 @@ def test_nan_in_a_rows_states_reaches_no_neighbour_through_padding(bad):
 def test_blocks_of_a_failed_row_are_clean_for_the_next_one(strategy):
     model, texts = nan_model()
     tiny = Tiny(model, strategy, num_blocks=9)
-    assert tiny.generate([[NAN_ID] * 20], GREEDY)[0].finish_reason == "abort"
+    assert tiny.generate([[NAN_ID] * 20], GREEDY)[0].finish_reason == "error"
     (request,) = tiny.generate([(11,) * 17], GREEDY)
     assert request.finish_reason == "length"
     assert [*request.prompt_token_ids, *request.token_ids] == texts[(11,) * 17][:29]
@@ -180,10 +181,25 @@ def test_an_empty_prompt_is_refused_and_the_next_request_works(prompts):
     assert len(output.outputs[0].token_ids) == 12
 
 
-@pytest.mark.parametrize("max_tokens", [None, 1, 50])
-def test_a_prompt_must_leave_room_for_one_token(max_tokens):
-    """A18."""
+def test_an_empty_prompt_begins_at_bos_where_the_tokenizer_adds_one():
+    """A17."""
+
+    class WithBos(ByteIds):
+        def __call__(self, text: str) -> dict[str, list[int]]:
+            return {"input_ids": [1, *super().__call__(text)["input_ids"]]}
+
     llm = make_llm()
+    llm.tokenizer = WithBos()
+    (output,) = llm.generate("", GREEDY)
+    assert output.prompt_token_ids == (1,)
+    assert list(output.outputs[0].token_ids) == oracle("llama", (1,), 12)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("max_tokens", [None, 1, 50])
+def test_a_prompt_must_leave_room_for_one_token(max_tokens, strategy):
+    """A18."""
+    llm = make_llm(strategy)
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     (output,) = llm.generate([[3] * 31], params)
     assert output.outputs[0].token_ids == tuple(oracle("llama", (3,) * 31, 1))

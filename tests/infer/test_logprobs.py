@@ -156,7 +156,7 @@ class NanAt:
 def test_a_row_that_fails_keeps_the_entries_of_its_tokens(strategy):
     (request,) = Tiny(model_of(), strategy, rig=NanAt()).generate(ROWS[:1], greedy(logprobs=1))
     done = request.output().outputs[0]
-    assert done.finish_reason == "abort"
+    assert done.finish_reason == "error"
     assert len(done.logprobs) == len(done.token_ids) == 4
     assert all(math.isfinite(entry[i].logprob) for entry, i in zip(done.logprobs, done.token_ids))
 

@@ -6,6 +6,7 @@ import torch
 from infer.params import SamplingParams
 from infer.runner import Runner
 from infer.strategy import Policy
+from tests.infer.patterns import PATTERNS
 from tests.tiny_engine import (
     PROMPTS,
     STRATEGIES,
@@ -144,19 +145,6 @@ def test_a_trimmed_exit_proposes_real_ids():
 
 POLICIES = [(1, 1, 1), (1, 4, 3), (2, 4, 4), (2, 1, 2), (5, 7, 1), (5, 7, 3)]  # γ, N_i, R
 
-# (row, tier, tokens since the last committed one, round) → whether the exit is right
-PATTERNS = {
-    "accept all": lambda row, tier, offset, number: True,
-    "reject all": lambda row, tier, offset, number: False,
-    "reject at 1": lambda row, tier, offset, number: offset != 1,
-    "reject from 3": lambda row, tier, offset, number: offset < 3,
-    "alternate by row and round": lambda row, tier, offset, number: (row + number) % 2 == 0,
-    "rotate 0, 1, γ": lambda row, tier, offset, number: offset < (0, 1, 99)[(row + number) % 3],
-    "draft right, intermediate wrong": lambda row, tier, offset, number: tier == 0,
-    "draft wrong, intermediate right": lambda row, tier, offset, number: tier == 1,
-    "tiers take turns": lambda row, tier, offset, number: (offset + tier + number) % 2 == 0,
-}
-
 
 def rigged(strategy, policy, is_right, wrong=(1, 2, 3), num_tokens=NUM_TOKENS, prompts=ROWS, **params):
     texts = texts_of("llama", prompts, NUM_TOKENS)
@@ -239,73 +227,6 @@ def test_the_first_drafted_token_is_judged_too():
         assert tiny.round.stats[1].num_accepted == 0
 
 
-# ---- where a text ends ----
-
-ALL_RIGHT = PATTERNS["accept all"]
-SPECULATING = [("layerskip", (5, 1, 1)), ("hispec", (5, 7, 3)), ("hispec", (1, 7, 4)), ("hispec", (8, 8, 4))]
-
-
-@pytest.mark.parametrize(("strategy", "policy"), SPECULATING)
-@pytest.mark.parametrize("i", range(1, 7))
-def test_nothing_follows_an_eos_inside_an_accepted_window(i, strategy, policy):
-    """A01: the i-th token of the known answer is declared EOS; every draft is accepted."""
-    text = oracle("llama", PROMPTS[0], NUM_TOKENS)
-    eos = text[i - 1]
-    want = text[: text.index(eos) + 1]
-    texts = texts_of("llama", ROWS, NUM_TOKENS)
-    tiny = Tiny(model_of(), strategy, Policy(num_draft_tokens=policy[0], window=policy[1], inner_rounds=policy[2]),
-                rig=Script(texts, ALL_RIGHT))  # fmt: skip
-    (request,) = tiny.generate([PROMPTS[0]], greedy(), eos=[eos])
-    assert request.token_ids == want
-    assert request.finish_reason == "stop"
-    assert request.stop_reason is None
-    assert request.text == "".join(f"<{t}>" for t in want[:-1])  # as in vLLM, the text leaves the stop token out
-    assert Tiny(model_of(), "autoregressive").generate([PROMPTS[0]], greedy(), eos=[eos])[0].token_ids == want
-
-
-def test_an_eos_that_only_the_intermediate_exit_wants_does_not_end_the_text():
-    text = oracle("llama", PROMPTS[0], NUM_TOKENS)
-    eos = (text[2] + 2) % 128
-    assert eos not in text
-    tiny = Tiny(
-        model_of(), "hispec", rig=Script(texts_of("llama", ROWS, NUM_TOKENS), PATTERNS["reject all"], (2, 2, 2))
-    )
-    (request,) = tiny.generate([PROMPTS[0]], greedy(), eos=[eos])
-    assert request.token_ids == text
-    assert request.finish_reason == "length"
-
-
-def test_ignore_eos_goes_on_and_stop_token_ids_name_their_reason():
-    text = oracle("llama", PROMPTS[0], NUM_TOKENS)
-    tiny = Tiny(model_of(), "hispec")
-    assert tiny.generate([PROMPTS[0]], greedy(ignore_eos=True), eos=[text[3]])[0].token_ids == text
-    (request,) = tiny.generate([PROMPTS[0]], greedy(stop_token_ids=[text[4]]))
-    assert request.token_ids == text[: text.index(text[4]) + 1]
-    assert (request.finish_reason, request.stop_reason) == ("stop", text[4])
-
-
-@pytest.mark.parametrize("strategy", ["layerskip", "hispec"])
-@pytest.mark.parametrize("gamma", [1, 2, 5])
-def test_max_tokens_is_exact_when_all_drafts_are_accepted(gamma, strategy):
-    """A02."""
-    for num_tokens in sorted({1, 2, 3, gamma, gamma + 1, gamma + 2}):
-        _, requests = rigged(strategy, (gamma, 4, 4), ALL_RIGHT, num_tokens=num_tokens)
-        assert [r.token_ids for r in requests] == [oracle("llama", p, NUM_TOKENS)[:num_tokens] for p in ROWS]
-        assert {r.finish_reason for r in requests} == {"length"}
-
-
-@pytest.mark.parametrize(("strategy", "policy"), SPECULATING)
-def test_a_stop_string_over_two_accepted_tokens_cuts_the_text(strategy, policy):
-    """A03."""
-    text = oracle("llama", PROMPTS[1], NUM_TOKENS)
-    stop = f"{text[2]}><{text[3]}"
-    _, requests = rigged(strategy, policy, ALL_RIGHT, prompts=PROMPTS[1:2], stop=[stop, "never"])
-    (request,) = requests
-    assert request.token_ids == text[:4]
-    assert request.text == f"<{text[0]}><{text[1]}><"
-    assert (request.finish_reason, request.stop_reason) == ("stop", stop)
-
-
 def test_rows_of_3_9_and_17_tokens_accept_0_1_and_all_in_turn():
     """A05: a row's cursors move by what it accepted itself."""
     tiny = Tiny(model_of(), "layerskip", Policy(num_draft_tokens=4),
@@ -327,6 +248,30 @@ def test_rows_of_3_9_and_17_tokens_accept_0_1_and_all_in_turn():
     assert [r.token_ids for r in requests] == [oracle("llama", p, NUM_TOKENS) for p in ROWS]
 
 
+@pytest.mark.parametrize("policy", [(1, 1, 1), (4, 6, 2)], ids=str)
+def test_each_row_has_its_own_positions_when_judges_accept_0_1_and_all_in_turn(policy):
+    """A05 with two judges that err in different rows: after every round, all tiers stand before the row's own end."""
+
+    def is_right(row, tier, offset, number):
+        return offset < (0, 1, 99)[(row + number + tier) % 3]
+
+    texts = texts_of("llama", ROWS, NUM_TOKENS)
+    tiny = Tiny(model_of(), "hispec", Policy(num_draft_tokens=policy[0], window=policy[1], inner_rounds=policy[2]),
+                rig=Script(texts, is_right))  # fmt: skip
+    requests = [tiny.request(p, greedy()) for p in ROWS]
+    for request in requests:
+        tiny.engine.add(request)
+    lengths = set()
+    while tiny.engine.has_unfinished:
+        tiny.engine.step()
+        for request in requests:
+            num_tokens = len(request.prompt_token_ids) + len(request.token_ids)
+            assert [*request.prompt_token_ids, *request.token_ids] == texts[request.prompt_token_ids][:num_tokens]
+            assert request.row.cursors == [num_tokens - 1] * 3
+        lengths.add(len({len(r.token_ids) for r in requests}))
+    assert max(lengths) == 3  # the rows really went at different paces
+
+
 # ---- length limit and tiny temperatures ----
 
 
@@ -341,10 +286,11 @@ def test_a_row_at_the_models_length_ends_there(strategy):
         assert request.finish_reason == "length"
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("temperature", [1e-9, 1e-39, 1e-5, 1e-4])
-def test_a_tiny_temperature_is_greedy_and_leaves_its_neighbour_alone(temperature):
+def test_a_tiny_temperature_is_greedy_and_leaves_its_neighbour_alone(temperature, strategy):
     """A14."""
-    tiny = Tiny(model_of(), "hispec")
+    tiny = Tiny(model_of(), strategy)
     params = [SamplingParams(temperature=temperature, max_tokens=8, seed=1), greedy(8)]
     got = [r.token_ids for r in tiny.generate(ROWS[:2], params)]
     assert got == [oracle("llama", p, NUM_TOKENS)[:8] for p in ROWS[:2]]

@@ -1,11 +1,14 @@
 """What a request's metrics say of its time and of what its judges accepted."""
 
+from contextlib import nullcontext
+
 import pytest
 
 from infer.params import SamplingParams
+from infer.runner import ProgramError
 from infer.stats import TierStats
 from infer.strategy import Policy
-from tests.tiny_engine import PROMPTS, Script, Tiny, model_of, texts_of
+from tests.tiny_engine import PROMPTS, STRATEGIES, Script, Tiny, model_of, texts_of
 
 NUM_TOKENS = 14
 
@@ -86,6 +89,40 @@ def test_accepted_lengths_are_a_histogram_over_drafting_rounds(k):
         assert sum(tier.accepted_lengths) == tier.num_drafts
         assert sum(length * num for length, num in enumerate(tier.accepted_lengths)) == tier.num_accepted
         assert tier.accepted_lengths[k] >= tier.num_drafts - 1  # the last round may be cut by max_tokens
+
+
+@pytest.mark.parametrize("fault", [ProgramError, KeyboardInterrupt])
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+def test_a_round_that_breaks_off_and_is_run_again_is_counted_once(strategy, fault, monkeypatch):
+    texts = texts_of("llama", PROMPTS[:2], NUM_TOKENS)
+
+    def counts(breaks: bool) -> list[TierStats]:
+        """Of the first row and of all; the second one has no room to draft, and its fault breaks off a round."""
+        tiny = Tiny(model_of(), strategy, Policy(num_draft_tokens=3), rig=Script(texts, lambda *where: where[2] != 2))
+        row, short = (
+            tiny.request(p, SamplingParams(temperature=0, max_tokens=n)) for p, n in zip(PROMPTS, (NUM_TOKENS, 1))
+        )
+        tiny.engine.add(row)
+        tiny.engine.step()
+        judge = tiny.round._judge
+
+        def break_off(rows, level):  # type: ignore[no-untyped-def]
+            judge(rows, level)
+            if level == len(tiny.round.stages) - 1:
+                raise fault([short.row])
+
+        if breaks:
+            tiny.engine.add(short)
+            monkeypatch.setattr(tiny.round, "_judge", break_off)
+            with pytest.raises(KeyboardInterrupt) if fault is KeyboardInterrupt else nullcontext():
+                tiny.engine.step()
+            monkeypatch.undo()
+        tiny.drain()
+        return [*row.row.stats, *tiny.round.stats]
+
+    undisturbed = counts(breaks=False)
+    assert undisturbed[-1].num_drafts > 2
+    assert counts(breaks=True) == undisturbed
 
 
 def test_totals_add_histograms_of_different_lengths():

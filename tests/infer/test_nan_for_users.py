@@ -1,0 +1,77 @@
+"""What users see of a row whose target gives NaN: it alone ends, with finish_reason "error" and the cause (A14)."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from infer import LLM, AsyncLLM, SamplingParams
+from infer.cli import main
+from infer.hispec import NAN_LOGITS
+from infer.runner import Runner
+from tests.tiny_artifact import make_artifact
+
+NUM_TOKENS = 8
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+GOOD, BAD = [5, 9, 3], [7, 8, 9, 10]
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_artifact(tmp_path_factory.mktemp("nan") / "artifact")
+
+
+@pytest.fixture
+def nan_after_two_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target's logits for the third token and later ones of rows that begin as BAD does."""
+    score = Runner.score
+
+    def spoiled(self, rows, tier):  # type: ignore[no-untyped-def]
+        cells = [(row, p) for row in rows for p in range(row.cursors[tier] + 1, len(row) + 1)]
+        logits = score(self, rows, tier)
+        hit = [r.token_ids[0] == BAD[0] and p >= r.num_prompt_tokens + 2 and tier == 2 for r, p in cells]
+        return torch.where(torch.tensor(hit)[:, None], torch.nan, logits)
+
+    monkeypatch.setattr(Runner, "score", spoiled)
+
+
+@pytest.mark.parametrize("strategy", ["autoregressive", "layerskip", "hispec"])
+def test_a_batch_has_the_cause_in_the_bad_rows_output_alone(artifact, strategy, request, caplog):
+    llm = LLM(artifact, strategy=strategy)
+    before = [out.outputs[0] for out in llm.generate([GOOD, BAD, GOOD], GREEDY)]
+    request.getfixturevalue("nan_after_two_tokens")
+    outputs = llm.generate([GOOD, BAD, GOOD], GREEDY)
+    first, bad, last = (out.outputs[0] for out in outputs)
+    assert (first, last) == (before[0], before[2])
+    assert (bad.finish_reason, bad.stop_reason) == ("error", NAN_LOGITS)
+    assert bad.token_ids == before[1].token_ids[:2]
+    assert all(out.finished for out in outputs)
+    assert f"request {outputs[1].request_id} failed: {NAN_LOGITS}" in caplog.text
+
+
+def test_all_choices_of_a_bad_prompt_fail_and_streams_end(artifact, nan_after_two_tokens):
+    llm = LLM(artifact, strategy="hispec")
+    (output,) = llm.generate([BAD], SamplingParams(seed=1, max_tokens=NUM_TOKENS, n=3, ignore_eos=True))
+    assert [o.finish_reason for o in output.outputs] == ["error"] * 3
+    *_, streamed = llm.stream(BAD, GREEDY)
+    assert (streamed.finished, streamed.outputs[0].finish_reason) == (True, "error")
+
+    async def last() -> object:
+        async with AsyncLLM(llm) as engine:
+            *_, bad = [output async for output in engine.generate(BAD, GREEDY)]
+            *_, good = [output async for output in engine.generate(GOOD, GREEDY)]
+            return bad.outputs[0].finish_reason, bad.outputs[0].stop_reason, good.outputs[0].finish_reason
+
+    assert asyncio.run(last()) == ("error", NAN_LOGITS, "length")
+
+
+def test_generate_names_the_cause_and_ends_with_code_1(artifact, tmp_path, nan_after_two_tokens, capsys):
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    bad_text = LLM(artifact).tokenizer.decode(BAD[:1])
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Hello", bad_text)))
+    args = ["generate", str(artifact), "--prompts", str(prompts), "--raw", "--output", str(output), "--ignore-eos"]
+    assert main([*args, "--max-tokens", "8"]) == 1
+    assert [json.loads(line)["finish_reason"] for line in output.read_text().splitlines()] == ["length", "error"]
+    assert f"error: 1 texts are incomplete: {NAN_LOGITS}" in capsys.readouterr().err
