@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from infer.batch import to_device
 from infer.logprobs import score
 from infer.processors import Processors
 from infer.row import Row
@@ -142,7 +143,7 @@ class Round:
         index = [b for b, count in enumerate(counts) for _ in range(count)]
         positions = [start + 1 + t for start, count in zip(starts, counts, strict=True) for t in range(count)]
         device = self.runner.device
-        return params.at(torch.tensor(index, device=device), torch.tensor(positions, device=device))
+        return params.at(to_device(torch.tensor(index), device), to_device(torch.tensor(positions), device))
 
 
 def _note_failure(row: Row, logits: Tensor, picks: Sequence[int], has_no_token: bool) -> None:
