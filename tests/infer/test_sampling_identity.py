@@ -10,7 +10,7 @@ from scipy.stats import chi2
 from infer.params import SamplingParams
 from infer.sampler import PickParams, probabilities
 from infer.strategy import Policy
-from tests.tiny_engine import PROMPTS, STRATEGIES, Tiny, make_model, model_of
+from tests.tiny_engine import DEVICE, PROMPTS, STRATEGIES, Tiny, make_model, model_of
 from train.heads import ExitConfig
 
 ROWS = PROMPTS[:4]
@@ -100,8 +100,8 @@ def exact_law(model, prompt: list[int], how: SamplingParams, num_tokens: int) ->
         longer = {}
         for text, p in law.items():
             with torch.no_grad():
-                logits = model.base(torch.tensor([[*prompt, *text]]), use_cache=False).logits[:, -1]
-            for token, q in enumerate(probabilities(logits, PickParams.of([how], [0], [0]))[0].tolist()):
+                logits = model.base(torch.tensor([[*prompt, *text]], device=DEVICE), use_cache=False).logits[:, -1]
+            for token, q in enumerate(probabilities(logits, PickParams.of([how], [0], [0], DEVICE))[0].tolist()):
                 longer[(*text, token)] = p * q
         law = longer
     return law
