@@ -41,7 +41,7 @@ class Query:
     def flat_index(self, device: torch.device) -> Tensor:
         """[N] int64: the cells of the flattened [B·T] rectangle that are not padding, row after row."""
         cells = [b * self.width + t for b, length in enumerate(self.lengths) for t in range(length)]
-        return torch.tensor(cells, device=device)
+        return to_device(torch.tensor(cells), device)
 
 
 class BlockTables:
@@ -97,7 +97,7 @@ def make_query(
     packed = array("q", positions)
     for numbers in (slots, ring):
         packed.extend([0] * (len(packed) % 2) + numbers)
-    flat = torch.frombuffer(packed, dtype=torch.int64).to(device)
+    flat = to_device(torch.frombuffer(packed, dtype=torch.int64), device)
     step = size + size % 2
     return Query(
         positions=flat[:size].view(batch, width),
@@ -117,7 +117,15 @@ def token_rectangle(rows: Sequence[Row], spans: Sequence[range], width: int, dev
         ids += row.token_ids[span.start : span.stop]
         if len(span) < width:
             ids += [0] * (width - len(span))
-    return torch.frombuffer(array("q", ids), dtype=torch.int64).view(len(rows), width).to(device)
+    return to_device(torch.frombuffer(array("q", ids), dtype=torch.int64).view(len(rows), width), device)
+
+
+def to_device(numbers: Tensor, device: torch.device) -> Tensor:
+    """A tensor made on the CPU, where the programs run. On CUDA it goes by pinned memory, else the host would wait
+    until the device has done all that was asked of it before."""
+    if device.type == "cpu":
+        return numbers
+    return numbers.pin_memory().to(device, non_blocking=True)
 
 
 def cut(span: range, limit: int | None) -> list[range]:

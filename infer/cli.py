@@ -69,6 +69,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", default="auto", help="inductor, eager or auto (default)")
     parser.add_argument("--dtype", help="float32 or bfloat16; default: the artifact's first")
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda, as exported")
+    parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs (there are none on CPU)")
     parser.add_argument("--max-tokens", type=int, default=128, help="most new tokens per prompt (default 128)")
     parser.add_argument("--min-tokens", type=int, default=0, help="tokens before the text may end")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
@@ -132,6 +133,7 @@ def _load(args: argparse.Namespace, strategy: str) -> LLM:
         backend=args.backend,
         dtype=args.dtype,
         device=args.device,
+        enforce_eager=args.enforce_eager,
         max_num_seqs=args.max_num_seqs,
         num_draft_tokens=args.num_draft_tokens,
         window=args.window,

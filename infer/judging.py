@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from infer.batch import to_device
 from infer.row import Row
 from infer.sampler import PickParams, pick
 from infer.verify import Verdict, verify
@@ -42,7 +43,7 @@ class Lines:
         owners = [b for b, count in enumerate(self.counts) for _ in range(count)]
         positions = [s + 1 + t for s, count in zip(self.starts, self.counts, strict=True) for t in range(count)]
         device = self.logits.device
-        return self.row_params.at(torch.tensor(owners, device=device), torch.tensor(positions, device=device))
+        return self.row_params.at(to_device(torch.tensor(owners), device), to_device(torch.tensor(positions), device))
 
 
 class Ruling(NamedTuple):

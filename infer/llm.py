@@ -15,12 +15,14 @@ from safetensors.torch import load_file
 from infer import backends
 from infer.artifact import Artifact, Manifest
 from infer.blocks import BlockPool
+from infer.cuda_graphs import CudaCapture, with_graphs
 from infer.detokenizer import Detokenizer
 from infer.engine import Engine
 from infer.hispec import Round
 from infer.logprobs import ScoreLog
 from infer.output import RequestOutput
 from infer.params import SamplingParams
+from infer.pool_size import default_num_blocks
 from infer.prefix_cache import PrefixCache
 from infer.processors import Rules
 from infer.request import Request
@@ -30,8 +32,6 @@ from infer.tokenizer import load_tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
-
-DEFAULT_KV_BYTES = 1 << 30
 
 
 class LLM:
@@ -46,7 +46,9 @@ class LLM:
         device: `cpu` or `cuda`, as exported.
         num_blocks: KV blocks in the pool; None sizes it to `max_num_seqs` rows at full length, at least one row, and
             at most 1 GiB on CPU, `gpu_memory_utilization` on CUDA.
-        gpu_memory_utilization: share of the GPU's memory that weights and pool may fill together.
+        gpu_memory_utilization: share of the GPU's memory that may be in use, as in vLLM; weights and what other
+            processes hold count, and the pool gets the rest.
+        enforce_eager: no CUDA graphs, as in vLLM. On CPU there are none anyway.
         max_num_seqs: most sequences that run at once.
         max_num_prefill_tokens: most prompt tokens computed between two rounds of the sequences that decode.
         enable_prefix_caching: keep prompts' KV for later prompts of the same beginning, while there is room.
@@ -69,6 +71,7 @@ class LLM:
         device: str = "cpu",
         num_blocks: int | None = None,
         gpu_memory_utilization: float = 0.9,
+        enforce_eager: bool = False,
         max_num_seqs: int = 16,
         max_num_prefill_tokens: int = 512,
         enable_prefix_caching: bool = False,
@@ -110,8 +113,16 @@ class LLM:
         vocab_file = opened.path / "draft_vocab.safetensors"
         programs = backends.load(opened, chosen)
         if num_blocks is None:
-            allowed = DEFAULT_KV_BYTES if device == "cpu" else _free_gpu_bytes(gpu_memory_utilization)
-            num_blocks = _default_num_blocks(self.manifest, torch_dtype.itemsize, max_num_seqs, allowed)
+            num_blocks = default_num_blocks(
+                self.manifest,
+                torch_dtype.itemsize,
+                max_num_seqs,
+                device=device,
+                gpu_memory_utilization=gpu_memory_utilization,
+                num_scored=max(1, stages[0].window),
+            )
+        if device == "cuda" and not enforce_eager:
+            programs = with_graphs(programs, chosen.build.programs, self.manifest, max_num_seqs, CudaCapture())
         runner = Runner(
             self.manifest,
             programs,
@@ -303,16 +314,3 @@ def check_device(device: str) -> None:
         raise ValueError(f"device={device!r} must be 'cpu' or 'cuda' (choose one of several with CUDA_VISIBLE_DEVICES)")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda': PyTorch finds no GPU here; use device='cpu'")
-
-
-def _free_gpu_bytes(utilization: float) -> int:
-    """What is left for pages once the weights are loaded."""
-    free, total = torch.cuda.mem_get_info()
-    return int(free - (1 - utilization) * total)
-
-
-def _default_num_blocks(manifest: Manifest, itemsize: int, max_num_seqs: int, allowed_bytes: int) -> int:
-    base, size = manifest.base, manifest.block_size
-    block_bytes = 2 * manifest.num_kv_layers * size * base.num_kv_heads * base.head_dim * itemsize
-    row = -(-manifest.limits.max_model_len // size)
-    return 1 + max(row, min(max_num_seqs * row, allowed_bytes // block_bytes))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from infer.artifact import Manifest, ProgramInfo
 from infer.batch import RING_SIZE, BlockTables, Query, cut, make_query, split_by_size, token_rectangle
+from infer.cuda_graphs import without_graphs
 from infer.logprobs import score
 from infer.row import Row
 
@@ -127,9 +128,9 @@ class Runner:
         query = make_query([row], [span], self.block_size, self.device, min_width, self._tables)
         x = token_rectangle([row], [span], query.width, self.device)
         for tier in range(self.num_tiers):
-            x = self._call(self._trunks[tier], x, query)
+            x = self._call(_ungraphed(self._trunks[tier]), x, query)
             if tier in tiers_with_exit and self.exits[tier].has_kv:
-                self._call(self._exits[tier], x, query)
+                self._call(_ungraphed(self._exits[tier]), x, query)
         if row.scores is not None and row.scores.num_prompt is not None:
             self._score_prompt(row, span, x.flatten(0, 1))
         row.skip(span.stop, tiers_with_exit)
@@ -250,6 +251,11 @@ class Runner:
             return run(x, query.positions, query.slots, query.block_table, pages)
         except Exception as error:
             raise ProgramError(query.rows) from error
+
+
+def _ungraphed(program: tuple[Program, Range, list[Tensor]]) -> tuple[Program, Range, list[Tensor]]:
+    run, bitwise_range, pages = program
+    return without_graphs(run), bitwise_range, pages
 
 
 def _drop_leading(flat: Tensor, lengths: list[int], drops: list[int]) -> Tensor:

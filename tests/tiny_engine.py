@@ -18,6 +18,7 @@ from torch import Tensor
 from export.programs import make_programs, tier_spans
 from infer.artifact import BaseInfo, ExitInfo, Limits, Manifest, ProgramInfo, TierInfo
 from infer.blocks import BlockPool
+from infer.cuda_graphs import Capture, with_graphs
 from infer.detokenizer import Detokenizer
 from infer.engine import Engine
 from infer.hispec import Round
@@ -125,6 +126,7 @@ class Tiny:
         max_num_prefill_tokens: int = 512,
         enable_prefix_caching: bool = False,
         verification: str = "identity",
+        capture: Capture | None = None,
     ) -> None:
         self.manifest = make_manifest(model, max_model_len=max_model_len)
         programs = make_programs(model, BLOCK_SIZE)
@@ -133,8 +135,11 @@ class Tiny:
             for p in programs
         }
         runner_type = Runner if rig is None else _rigged(rig)
+        runs = {p.name: p.module for p in programs}
+        if capture is not None:
+            runs = with_graphs(runs, infos, self.manifest, max_num_seqs, capture)
         self.runner = runner_type(
-            self.manifest, {p.name: p.module for p in programs}, infos, model.draft_vocabs,
+            self.manifest, runs, infos, model.draft_vocabs,
             num_blocks=num_blocks, max_num_seqs=max_num_seqs, dtype=torch.float32, device=DEVICE,
         )  # fmt: skip
         stages = stages_of(strategy, policy or Policy(), self.manifest)

@@ -10,7 +10,11 @@ from infer.artifact import Artifact, ProgramSet
 
 def load_programs(artifact: Artifact, program_set: ProgramSet) -> dict[str, Callable[..., Any]]:
     """Program name → the loaded package."""
+    # A package's locks between threads query CUDA events, which a capture forbids; one thread steps the engine anyway.
+    is_single_threaded = program_set.build.device == "cuda"
     return {
-        name: torch._inductor.aoti_load_package(str(program_set.path / program.file))
+        name: torch._inductor.aoti_load_package(
+            str(program_set.path / program.file), run_single_threaded=is_single_threaded
+        )
         for name, program in program_set.build.programs.items()
     }

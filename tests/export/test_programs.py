@@ -13,6 +13,7 @@ from export.attention import PAGED_ATTENTION
 from export.programs import check_dynamic, export_program, make_programs, tier_spans
 from export.tier import FlatExit, Unembed
 from tests.export.tiny_exits import ALL_HEADS, make_early_exit
+from tests.tiny_engine import DEVICE
 from train.heads import ExitConfig
 
 BLOCK = 16
@@ -22,12 +23,13 @@ def paged_call(model: Any, x: Tensor, past: int, num_blocks: int, num_layers: in
     """Arguments for tokens at positions past, past + 1, …, over pages of random content."""
     batch, length = x.shape[:2]
     per_row = (past + length - 1) // BLOCK + 1
-    block_table = torch.arange(batch * per_row, 0, -1).view(batch, per_row)
-    positions = torch.arange(past, past + length).repeat(batch, 1)
+    block_table = torch.arange(batch * per_row, 0, -1, device=DEVICE).view(batch, per_row)
+    positions = torch.arange(past, past + length, device=DEVICE).repeat(batch, 1)
     slots = block_table.gather(1, positions // BLOCK) * BLOCK + positions % BLOCK
     shape = (num_blocks, BLOCK, model.family.num_kv_heads, model.family.head_dim)
     generator = torch.Generator().manual_seed(2)
-    return x, positions, slots, block_table, [torch.randn(shape, generator=generator) for _ in range(2 * num_layers)]
+    pages = [torch.randn(shape, generator=generator).to(DEVICE) for _ in range(2 * num_layers)]
+    return x.to(DEVICE), positions, slots, block_table, pages
 
 
 def test_programs_have_the_names_and_pages_of_the_contract() -> None:

@@ -4,14 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from infer import hispec
+from infer import LLM, hispec
 from infer.check import Difference, check
 from infer.cli import main
-from infer.llm import LLM
 from infer.params import SamplingParams
 from infer.strategy import Policy
 from infer.verify import verify
-from tests.tiny_artifact import make_artifact
+from tests.tiny_artifact import ON_DEVICE, load, make_artifact
 
 PROMPTS = [[5, 9, 3], [7, 8, 9, 10, 11], [20, 21]]
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -40,7 +39,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(artifact: Path) -> LLM:
-    return LLM(artifact)
+    return load(artifact)
 
 
 def run(llm: LLM, **options):
@@ -83,7 +82,16 @@ def test_a_difference_without_a_peer_is_never_a_tie() -> None:
 def test_command_prints_a_line_each_and_refuses_what_it_cannot_compare(artifact: Path, tmp_path: Path, capsys) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "Hello"}\n{"prompt": "the sea"}\n')
-    arguments = ["check", str(artifact), "--prompts", str(prompts), "--max-tokens", "6", "--batch-sizes", "1,2"]
+    arguments = [
+        "check",
+        str(artifact),
+        "--prompts",
+        str(prompts),
+        "--max-tokens",
+        "6",
+        "--batch-sizes",
+        "1,2",
+    ] + ON_DEVICE
     assert main([*arguments, "--temperature", "0.8", "--seed", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 5 and all("2 of 2 texts identical" in line for line in lines)
@@ -101,7 +109,16 @@ def test_command_prints_a_line_each_and_refuses_what_it_cannot_compare(artifact:
 def test_a_batch_larger_than_what_runs_at_once_is_one_continuous_batch(artifact: Path, tmp_path: Path, capsys) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(f'{{"prompt": "{text}"}}\n' for text in ("Hello", "the sea", "a river", "stones", "I")))
-    arguments = ["--prompts", str(prompts), "--max-tokens", "6", "--batch-sizes", "5", "--max-num-seqs", "2"]
+    arguments = [
+        "--prompts",
+        str(prompts),
+        "--max-tokens",
+        "6",
+        "--batch-sizes",
+        "5",
+        "--max-num-seqs",
+        "2",
+    ] + ON_DEVICE
     assert main(["check", str(artifact), *arguments]) == 0
     assert "batch 5: 5 of 5" in capsys.readouterr().out
     assert main(["bench", str(artifact), *arguments]) == 2

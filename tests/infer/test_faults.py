@@ -143,7 +143,7 @@ def test_a_rejected_token_whose_own_states_are_nan_spoils_nobody():
         wanted = NAN_ID if tier == 0 and offset == 1 and row.token_ids[0] == 5 else None
         if wanted is None:
             return logits
-        return torch.zeros_like(logits).index_fill_(0, torch.tensor([wanted]), 10.0)
+        return torch.zeros_like(logits).index_fill_(0, torch.tensor([wanted], device=logits.device), 10.0)
 
     tiny = Tiny(model, "layerskip", Policy(num_draft_tokens=2), num_blocks=9, rig=rig)
     (first,) = tiny.generate([prompt], SamplingParams(temperature=0, max_tokens=2 + NUM_TOKENS))

@@ -10,10 +10,13 @@ import torch
 
 from infer import LLM, SamplingParams
 from infer.cli import main
+from infer.cuda_graphs import without_graphs
 from infer.prompts import read_prompts
-from tests.tiny_artifact import MAX_MODEL_LEN, VOCAB_SIZE, make_artifact
+from tests.tiny_artifact import MAX_MODEL_LEN, ON_DEVICE, VOCAB_SIZE, load, make_artifact
+from tests.tiny_engine import DEVICE
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
+ON_CPU = DEVICE.type == "cpu"
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +26,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(artifact: Path) -> LLM:
-    return LLM(artifact, strategy="hispec", seed=0)
+    return load(artifact, strategy="hispec", seed=0)
 
 
 def test_generate_takes_text_ids_mappings_and_lists_of_them(llm: LLM) -> None:
@@ -41,7 +44,7 @@ def test_strategies_give_the_same_tokens_from_one_artifact(artifact: Path, llm: 
     params = SamplingParams(temperature=0.9, top_p=0.9, seed=3, max_tokens=20)
     outputs = {}
     for strategy in ("autoregressive", "layerskip", "hispec"):
-        other = LLM(artifact, strategy=strategy, num_draft_tokens=3)
+        other = load(artifact, strategy=strategy, num_draft_tokens=3)
         outputs[strategy] = [out.outputs[0].token_ids for out in other.generate(prompts, params)]
     assert outputs["autoregressive"] == outputs["layerskip"] == outputs["hispec"]
 
@@ -113,7 +116,7 @@ def test_bad_words_never_appear_and_the_text_is_plain_decodings(artifact: Path, 
     (output,) = llm.generate("Hello, world!", params)
     bad = {llm.tokenizer(w, add_special_tokens=False)["input_ids"][-1] for w in words}
     assert not bad & set(output.outputs[0].token_ids)
-    (plain,) = LLM(artifact, strategy="autoregressive").generate("Hello, world!", params)
+    (plain,) = load(artifact, strategy="autoregressive").generate("Hello, world!", params)
     assert plain.outputs[0].token_ids == output.outputs[0].token_ids
 
 
@@ -156,7 +159,7 @@ def test_a_prompt_one_short_of_the_limit_gets_exactly_one_token(llm: LLM, max_to
 
 
 def test_a_request_beyond_the_pool_is_refused_before_any_runs(artifact: Path) -> None:
-    small = LLM(artifact, num_blocks=9)  # 8 blocks of 4 positions
+    small = load(artifact, num_blocks=9)  # 8 blocks of 4 positions
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     with pytest.raises(ValueError, match="num_blocks"):
         small.generate([[5] * 20, [5] * 40, [5] * 20], params)
@@ -165,14 +168,14 @@ def test_a_request_beyond_the_pool_is_refused_before_any_runs(artifact: Path) ->
 
 
 def test_batches_larger_than_max_num_seqs_queue_in_order(artifact: Path, llm: LLM) -> None:
-    narrow = LLM(artifact, strategy="hispec", max_num_seqs=2)
+    narrow = load(artifact, strategy="hispec", max_num_seqs=2)
     prompts = [[i + 3] * (i + 1) for i in range(5)]
     got = [out.outputs[0].token_ids for out in narrow.generate(prompts, GREEDY)]
     assert got == [llm.generate([p], GREEDY)[0].outputs[0].token_ids for p in prompts]
 
 
 def test_streams_that_share_the_engine_both_show_their_end(artifact: Path) -> None:
-    llm, params = LLM(artifact), SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    llm, params = load(artifact), SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     alone = [llm.generate(prompt, params)[0].outputs[0].token_ids for prompt in ("Hello", "the sea")]
     first, second = llm.stream("Hello", params), llm.stream("the sea", params)
     next(first)
@@ -193,14 +196,22 @@ def test_streams_that_share_the_engine_both_show_their_end(artifact: Path) -> No
         ({"max_num_prefill_tokens": 0}, "max_num_prefill_tokens=0"),
         ({"device": "tpu"}, "device='tpu'"),
         ({"device": "cuda:1"}, "CUDA_VISIBLE_DEVICES"),
-        ({"device": "cuda"}, "no programs" if torch.cuda.is_available() else "finds no GPU"),
         ({"gpu_memory_utilization": 0}, "gpu_memory_utilization=0"),
         ({"num_blocks": 1}, "num_blocks=1"),
+        *([({"device": "cuda"}, "no programs" if torch.cuda.is_available() else "finds no GPU")] if ON_CPU else []),
     ],
 )
 def test_a_bad_option_is_refused_by_name(artifact: Path, kwargs: dict, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        LLM(artifact, **kwargs)
+        load(artifact, **kwargs)
+
+
+@pytest.mark.skipif(not ON_CPU, reason="on a GPU: tests/infer/test_gpu.py")
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_on_cpu_there_are_no_graphs_whether_they_are_allowed_or_not(artifact: Path, enforce_eager: bool) -> None:
+    runner = load(artifact, enforce_eager=enforce_eager).engine.runner
+    programs = [program for program, *_ in (*runner._trunks, *runner._exits, *runner._unembeds)]
+    assert all(without_graphs(program) is program for program in programs)
 
 
 # ---- command line ----
@@ -210,7 +221,7 @@ def test_generate_writes_one_line_per_prompt_and_checks_them(artifact: Path, tmp
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     prompts.write_text('{"id": "a", "prompt": "Hello"}\n\n{"turns": ["the sea", "and then?"]}\n')
     args = ["generate", str(artifact), "--prompts", str(prompts), "--output", str(output), "--strategy", "hispec"]
-    assert main([*args, "--max-tokens", "8", "--check"]) == 0
+    assert main([*args, "--max-tokens", "8", "--check", *ON_DEVICE]) == 0
     records = [json.loads(line) for line in output.read_text().splitlines()]
     assert [r["id"] for r in records] == ["a", "prompts-3"]
     assert all(r["num_tokens"] <= 8 for r in records)
@@ -218,7 +229,7 @@ def test_generate_writes_one_line_per_prompt_and_checks_them(artifact: Path, tmp
 
 
 def test_generate_streams_a_single_prompt(artifact: Path, llm: LLM, capsys) -> None:
-    assert main(["generate", str(artifact), "--prompt", "Hello", "--raw", "--max-tokens", "12"]) == 0
+    assert main(["generate", str(artifact), "--prompt", "Hello", "--raw", "--max-tokens", "12", *ON_DEVICE]) == 0
     assert capsys.readouterr().out == llm.generate("Hello", GREEDY)[0].outputs[0].text + "\n"
 
 
@@ -226,7 +237,7 @@ def test_bench_prints_a_table_and_writes_json(artifact: Path, tmp_path: Path, ca
     prompts, output = tmp_path / "prompts.txt", tmp_path / "bench.json"
     prompts.write_text("Hello\nthe river\nA\n")
     args = ["bench", str(artifact), "--prompts", str(prompts), "--batch-sizes", "1,2", "--max-tokens", "8"]
-    assert main([*args, "--output", str(output)]) == 0
+    assert main([*args, "--output", str(output), *ON_DEVICE]) == 0
     rows = json.loads(output.read_text())["rows"]
     assert [(r["strategy"], r["batch_size"]) for r in rows] == [
         (s, b) for b in (1, 2) for s in ("autoregressive", "layerskip", "hispec")
@@ -259,7 +270,7 @@ def test_inspect_shows_tiers_and_parity(artifact: Path, capsys) -> None:
     ],
 )
 def test_bad_arguments_end_with_code_2_and_one_line(artifact: Path, capsys, arguments: list[str], reason: str) -> None:
-    assert main(["generate", str(artifact), "--raw", *arguments]) == 2
+    assert main(["generate", str(artifact), "--raw", *arguments, *ON_DEVICE]) == 2
     message = capsys.readouterr().err.splitlines()[-1]
     assert message.startswith("error: ")
     assert reason in message
@@ -274,7 +285,7 @@ def test_a_malformed_prompt_row_is_named_with_its_number(artifact: Path, tmp_pat
     ]:
         path = tmp_path / "rows.jsonl"
         path.write_text('{"prompt": "fine"}\n' + row + "\n")
-        assert main(["generate", str(artifact), "--prompts", str(path)]) == 2
+        assert main(["generate", str(artifact), "--prompts", str(path), *ON_DEVICE]) == 2
         message = capsys.readouterr().err
         assert f"{path}:2" in message
         assert reason in message
@@ -293,5 +304,5 @@ def test_a_damaged_artifact_is_refused_with_code_2(artifact: Path, tmp_path: Pat
         shutil.copytree(artifact, copy)
         (victim,) = copy.glob("programs/*/target.trunk.*")
         victim.unlink() if damage == "missing" else victim.write_bytes(victim.read_bytes()[:-1] + b" ")
-        assert main(["generate", str(copy), "--prompt", "x"]) == 2
+        assert main(["generate", str(copy), "--prompt", "x", *ON_DEVICE]) == 2
         assert "target.trunk" in capsys.readouterr().err
