@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from infer.artifact import Artifact
-from infer.bench import Machine
 from infer.check import Comparison
 from infer.llm import LLM
+from infer.machine import Machine
 
 
 def print_bench(
@@ -22,29 +22,36 @@ def print_bench(
     roofs: Mapping[int, float],
     console: Console | None = None,
 ) -> None:
-    """One line per strategy and batch size; ratios are medians over groups of prompts, quartiles in brackets."""
+    """One line per contender; ratios are medians over groups of prompts, quartiles in brackets.
+
+    Columns that would say the same in every line, or nothing, are left out.
+    """
     where = f"{machine.num_threads} threads, torch {machine.torch_version}"
     title = f"{llm.manifest.base.name} · {llm.backend} {llm.dtype} · {where}"
     table = Table(title=title, title_justify="left")
-    for column, justify in (
-        ("strategy", "left"),
-        ("batch", "right"),
-        ("tokens/s", "right"),
-        ("ratio to plain", "right"),
-        ("mean acceptance length", "left"),
-        ("identical", "right"),
-    ):
-        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+    columns = [
+        ("strategy", lambda row: row["strategy"]),
+        ("batch", lambda row: str(row["batch_size"])),
+        ("temperature", lambda row: f"{row['temperature']:g}"),
+        ("bitwise", lambda row: {True: "yes", False: "no", None: "–"}[row["bitwise"]]),
+        ("tokens/s", lambda row: f"{row['tokens_per_second']:.1f}"),
+        ("ratio to plain", lambda row: f"{row['ratio_median']:.2f} ({row['ratio_low']:.2f}–{row['ratio_high']:.2f})"),
+        ("ratio to bitwise", lambda row: _ratio(row["ratio_to_bitwise"])),
+        ("ratio to batch 1", lambda row: _ratio(row["ratio_to_batch_1"])),
+        ("mean acceptance length", _acceptance),
+        ("identical", lambda row: f"{row['num_identical']}/{row['num_prompts']}"),
+    ]
+    shown = {
+        "temperature": any(row["temperature"] > 0 for row in rows),
+        "bitwise": any(row["bitwise"] is False for row in rows),
+        "ratio to bitwise": any(row["ratio_to_bitwise"] is not None for row in rows),
+        "ratio to batch 1": any(row["ratio_to_batch_1"] is not None and row["batch_size"] > 1 for row in rows),
+    }
+    columns = [(name, cell) for name, cell in columns if shown.get(name, True)]
+    for name, _ in columns:
+        table.add_column(name, justify="left" if name in ("strategy", "mean acceptance length") else "right")
     for row in rows:
-        lengths = ", ".join(f"{tier} {length:.2f}" for tier, length in row["mean_acceptance_length"].items())
-        table.add_row(
-            row["strategy"],
-            str(row["batch_size"]),
-            f"{row['tokens_per_second']:.1f}",
-            f"{row['ratio_median']:.2f} ({row['ratio_low']:.2f}–{row['ratio_high']:.2f})",
-            lengths or "–",
-            f"{row['num_identical']}/{row['num_prompts']}",
-        )
+        table.add_row(*(cell(row) for _, cell in columns))
     console = console or Console(width=110)
     console.print(table)
     for share in roofs.values():
@@ -52,6 +59,14 @@ def print_bench(
             f"Plain decoding at batch 1 moves its weights at {share:.0%} of the measured copy bandwidth "
             f"({machine.copy_gigabytes_per_second} GB/s)."
         )
+
+
+def _ratio(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+def _acceptance(row: Mapping[str, Any]) -> str:
+    return ", ".join(f"{tier} {length:.2f}" for tier, length in row["mean_acceptance_length"].items()) or "–"
 
 
 def print_comparison(result: Comparison) -> None:

@@ -124,6 +124,7 @@ class Tiny:
         max_model_len: int = 128,
         max_num_prefill_tokens: int = 512,
         enable_prefix_caching: bool = False,
+        bitwise: bool = True,
     ) -> None:
         self.manifest = make_manifest(model, max_model_len=max_model_len)
         programs = make_programs(model, BLOCK_SIZE)
@@ -135,6 +136,7 @@ class Tiny:
         self.runner = runner_type(
             self.manifest, {p.name: p.module for p in programs}, infos, model.draft_vocabs,
             num_blocks=num_blocks, max_num_seqs=max_num_seqs, dtype=torch.float32, device=DEVICE,
+            bitwise=bitwise,
         )  # fmt: skip
         stages = stages_of(strategy, policy or Policy(), self.manifest)
         self.round = Round(self.runner, stages)

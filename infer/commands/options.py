@@ -27,6 +27,20 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--inner-rounds", type=int, default=4, help="R, early verifications per target call (default 4)"
     )
     parser.add_argument("--max-num-seqs", type=int, default=16, help="most prompts at once (default 16)")
+    parser.add_argument(
+        "--max-num-prefill-tokens", type=int, default=512, help="most prompt tokens between two rounds (default 512)"
+    )
+    parser.add_argument("--enable-prefix-caching", action="store_true", help="keep prompts' KV for later prompts")
+    parser.add_argument("--num-blocks", type=int, help="KV blocks in the pool; default: what the prompts may need")
+    parser.add_argument(
+        "--gpu-memory-utilization", type=float, default=0.9, help="share that weights and pool may fill (default 0.9)"
+    )
+    parser.add_argument(
+        "--bitwise",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="no-bitwise is the fastest: a token may depend on its batch where two logits lie in the last bits",
+    )
 
 
 def policy_of(args: argparse.Namespace) -> Policy:
@@ -44,7 +58,12 @@ def load_llm(args: argparse.Namespace, strategy: str) -> LLM:
         backend=args.backend,
         dtype=args.dtype,
         device=args.device,
+        num_blocks=args.num_blocks,
+        gpu_memory_utilization=args.gpu_memory_utilization,
         max_num_seqs=args.max_num_seqs,
+        max_num_prefill_tokens=args.max_num_prefill_tokens,
+        enable_prefix_caching=args.enable_prefix_caching,
+        bitwise=args.bitwise,
         num_draft_tokens=args.num_draft_tokens,
         window=args.window,
         inner_rounds=args.inner_rounds,
