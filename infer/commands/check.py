@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+from pathlib import Path
 from typing import Any
 
 from infer.commands import options
@@ -14,6 +16,7 @@ def add(commands: Any) -> None:
     options.add_sampling_options(parser)
     options.add_comparison_options(parser)
     parser.add_argument("--peer-model", help="compare with Hugging Face's greedy texts too: its folder or hub id")
+    parser.add_argument("--json", type=Path, help="write all results, each difference with its gap, to this file")
     parser.set_defaults(run=_run)
 
 
@@ -26,6 +29,7 @@ def _run(args: argparse.Namespace) -> int:
     names, sizes = args.strategies.split(","), options.batch_sizes(args)
     params, policy = options.sampling_params(args), options.policy_of(args)
     options.need_seed(params, "check")
+    options.check_output(args.json, "--json")
     if args.peer_model and not params.is_greedy:
         raise ValueError("--peer-model compares greedy texts: leave --temperature out")
     rows = options.prompt_rows(args)
@@ -43,4 +47,9 @@ def _run(args: argparse.Namespace) -> int:
     finally:
         if peer is not None:
             peer.close()
+    if args.json:
+        record = {"artifact": args.artifact, "backend": llm.backend, "dtype": llm.dtype, "bitwise": args.bitwise,
+                  "peer_model": args.peer_model, "max_logit_error": error, "prompts": [row.id for row in rows],
+                  "results": [result.record() for result in results]}  # fmt: skip
+        args.json.write_text(json.dumps(record, indent=2) + "\n")
     return 0 if all(result.is_lossless for result in results) else 1
