@@ -10,7 +10,7 @@ list of one; nothing here knows which strategy it serves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,6 +65,7 @@ class Round:
         self.runner = runner
         self.stages = tuple(stages)
         self.stats = [TierStats() for _ in stages]
+        self.pick: Callable[..., Tensor] = pick  # `profile` puts a timed one in its place
         self._batch = _Batch((), runner.device)
 
     @property
@@ -105,7 +106,7 @@ class Round:
         if self._batch.rows != rows:
             self._batch = _Batch(rows, self.runner.device)
         processed = self._processed(logits, starts, counts, tier) if self._batch.has_rules else logits
-        picked = pick(processed, self._pick_params(starts, counts), self.runner.vocabs[tier])  # [N]
+        picked = self.pick(processed, self._pick_params(starts, counts), self.runner.vocabs[tier])  # [N]
         picks = picked.tolist()  # the stage's host synchronisation
         drafted = [row.token_ids[start + 1 :] for row, start in zip(rows, starts, strict=True)]
         is_target = level == len(self.stages) - 1

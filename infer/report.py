@@ -13,6 +13,7 @@ from infer.artifact import Artifact
 from infer.check import Comparison
 from infer.llm import LLM
 from infer.machine import Machine
+from infer.profile import Shares, StrategyOverhead
 
 
 def print_bench(
@@ -69,14 +70,64 @@ def _acceptance(row: Mapping[str, Any]) -> str:
     return ", ".join(f"{tier} {length:.2f}" for tier, length in row["mean_acceptance_length"].items()) or "–"
 
 
+def print_profile(
+    overheads: Sequence[StrategyOverhead], shares: Sequence[Shares], console: Console | None = None
+) -> None:
+    """Two tables: the runtime's own time per call, and each part's share of a step."""
+    console = console or Console(width=110)
+    own = Table(title="the runtime alone: processor time with stub programs", title_justify="left")
+    for name in ("strategy", "batch", "µs a step", "calls a step", "µs a call", "µs a call for each row more"):
+        own.add_column(name, justify="left" if name == "strategy" else "right")
+    for overhead in overheads:
+        slope = "–" if overhead.us_per_row is None else f"{overhead.us_per_row:.1f}"
+        for number, one in enumerate(overhead.sizes):
+            is_last = number == len(overhead.sizes) - 1
+            own.add_row(
+                overhead.strategy,
+                str(one.batch_size),
+                f"{one.us_per_step:.0f}",
+                f"{one.calls_per_step:.1f}",
+                f"{one.us_per_call:.0f}",
+                slope if is_last else "",
+                end_section=is_last,
+            )
+    console.print(own)
+    parts = Table(title="with the programs: shares of a step's time", title_justify="left")
+    for name in ("strategy", "batch", "ms a step", "tokens a step", "shares"):
+        parts.add_column(name, justify="left" if name in ("strategy", "shares") else "right")
+    for share in shares:
+        largest_first = sorted(share.parts.items(), key=lambda item: -item[1])
+        parts.add_row(
+            share.strategy,
+            str(share.batch_size),
+            f"{share.ms_per_step:.2f}",
+            f"{share.tokens_per_step:.1f}",
+            ", ".join(f"{name} {part:.1%}" for name, part in largest_first),
+        )
+    console.print(parts)
+
+
 def print_comparison(result: Comparison) -> None:
-    """One line, and one more for each text that differs."""
+    """One line, one more for each text that differs, and one that sums these up."""
     num_equal = result.num_prompts - len(result.differences)
     print(f"{result.name:15} batch {result.batch_size}: {num_equal} of {result.num_prompts} texts identical to plain "
           f"decoding at batch 1 ({result.num_tokens} tokens)", flush=True)  # fmt: skip
     for d in result.differences:
-        verdict = "" if d.gap is None else f": top-2 gap {d.gap:.1e}, allowed {d.allowed:.1e}"
+        verdict = "" if d.gap is None else f": gap {d.gap:.1e}, top-2 {d.top_two:.1e}, allowed {d.allowed:.1e}"
         print(f"    prompt {d.prompt} differs from its token {d.position} on{verdict}{' (a tie)' if d.is_tie else ''}")
+    if result.differences:
+        print(f"    {_divergence_line(result)}", flush=True)
+
+
+def _divergence_line(result: Comparison) -> str:
+    summary = result.divergence()
+    low, median, high = summary["position"]
+    line = f"{summary['rate']:.1%} of texts diverge, first at token {low}, median {median:g}, last {high}"
+    if summary["top_two"] is None:
+        return line
+    low, median, high = summary["top_two"]
+    ties = f"{summary['num_ties']} of {len(result.differences)} are ties"
+    return f"{line}; top-2 gap there {low:.1e}, median {median:.1e}, at most {high:.1e}; {ties}"
 
 
 def print_artifact(artifact: Artifact) -> None:

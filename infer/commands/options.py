@@ -117,8 +117,10 @@ def need_seed(params: SamplingParams, flag: str) -> None:
 # ---- what is decoded, and in which ways ----
 
 
-def add_comparison_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompts", "--data-dir", type=Path, required=True, help="prompt file, or a folder of .jsonl")
+def add_comparison_options(parser: argparse.ArgumentParser, *, needs_prompts: bool = True) -> None:
+    parser.add_argument(
+        "--prompts", "--data-dir", type=Path, required=needs_prompts, help="prompt file, or a folder of .jsonl"
+    )
     parser.add_argument("--num-prompts", type=int, help="take this many, spread evenly over the file")
     parser.add_argument("--strategies", default="autoregressive,layerskip,hispec", help="comma-separated")
     parser.add_argument("--batch-sizes", default="1", help="comma-separated, e.g. 1,8")
