@@ -63,9 +63,10 @@ class TransformersPeer:
 
     def close(self) -> None:
         """End the process; it leaves when its input closes."""
-        assert self._process.stdin is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait(timeout=30)
+        self._process.stdout.close()
 
 
 def main() -> None:

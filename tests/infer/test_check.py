@@ -4,17 +4,19 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from infer import hispec
 from infer.check import Comparison, Difference, check
 from infer.cli import main
 from infer.llm import LLM
 from infer.params import SamplingParams
-from infer.peers import Margins
+from infer.peers import Margins, TransformersPeer
 from infer.report import print_comparison
 from infer.strategy import Policy
 from infer.verify import verify
 from tests.tiny_artifact import make_artifact
+from tests.tiny_models import make_tiny_model
 
 PROMPTS = [[5, 9, 3], [7, 8, 9, 10, 11], [20, 21]]
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -107,6 +109,24 @@ def test_nothing_diverges_without_differences(capsys) -> None:
     assert result.divergence() == {"rate": 0, "num_ties": 0, "position": None, "top_two": None, "gap": None}
     print_comparison(result)
     assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_a_peer_tells_how_far_tokens_lie_below_its_largest_logit(tmp_path: Path) -> None:
+    model = make_tiny_model("llama")
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        logits = model(torch.tensor([[5, 9, 3]])).logits[0, -1]
+    order, largest = logits.argsort(descending=True).tolist(), float(logits.abs().max())
+    top_two = float(logits[order[0]] - logits[order[1]])
+    peer = TransformersPeer(str(tmp_path), "float32", "cpu")
+    try:
+        for token_ids, lowest in (([order[0], order[1]], 1), ([order[7], order[0]], 7), ([order[2], order[1]], 2)):
+            got = peer.margins([5, 9, 3], token_ids)
+            gap = float(logits[order[0]] - logits[order[lowest]])
+            assert (got.top_two, got.gap, got.largest) == pytest.approx((top_two, gap, largest), abs=1e-5)
+        assert peer.margins([5, 9, 3], []).gap == pytest.approx(top_two, abs=1e-5)
+    finally:
+        peer.close()
 
 
 def test_a_difference_without_a_peer_is_never_a_tie() -> None:
