@@ -6,67 +6,83 @@ all alike. What is quoted is the median over groups of the ratio of times to pla
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
-from infer.artifact import host_capability
 from infer.llm import LLM
 from infer.output import TierMetrics
 from infer.params import SamplingParams
 from infer.peers import TransformersPeer
 from infer.strategy import Policy
+from infer.verify import mean_acceptance_length
 
 BASELINE = "autoregressive"
+PEER = "transformers"
 WARMUP_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A way to decode, and in what conditions.
+
+    Contenders that differ in `name` or `bitwise` alone run in turn; the first plain one of them is their baseline.
+    """
+
+    name: str  # a strategy or the peer
+    batch_size: int
+    temperature: float = 0.0
+    bitwise: bool = True  # see LLM
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """What judges made of drafts, summed over requests."""
+
+    counts: dict[str, list[int]] = field(default_factory=dict)  # judge → [num_drafts, num_draft_tokens, num_accepted]
+
+    def add(self, metrics: Sequence[TierMetrics]) -> None:
+        for tier in metrics:
+            counts = self.counts.setdefault(tier.tier, [0, 0, 0])
+            for i, value in enumerate((tier.num_drafts, tier.num_draft_tokens, tier.num_accepted)):
+                counts[i] += value
+
+    def mean_lengths(self) -> dict[str, float]:
+        """Judge → mean acceptance length."""
+        return {
+            tier: mean_acceptance_length(num_accepted, num_drafts)
+            for tier, (num_drafts, _, num_accepted) in self.counts.items()
+        }
 
 
 @dataclass(slots=True)
 class Result:
-    """One contender at one batch size; lists have one entry per group of prompts."""
+    """What one contender did; lists have one entry per group of prompts."""
 
-    name: str
-    batch_size: int
+    contender: Contender
     seconds: list[float] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
     token_ids: list[list[int]] = field(default_factory=list)  # per prompt
-    tiers: dict[str, list[int]] = field(default_factory=dict)  # judge → [num_drafts, num_draft_tokens, num_accepted]
+    acceptance: Acceptance = field(default_factory=Acceptance)
 
     @property
     def tokens_per_second(self) -> float:
         return sum(self.num_tokens) / sum(self.seconds)
 
+    @property
+    def throughput(self) -> float | None:
+        """Tokens per second of the groups that fill the batch; None if there is none."""
+        full = len(self.token_ids) // self.contender.batch_size
+        return sum(self.num_tokens[:full]) / sum(self.seconds[:full]) if full else None
+
     def ratios(self, baseline: Result) -> list[float]:
-        """Speed relative to the baseline's, group by group."""
-        return [
+        """Speed relative to the baseline's, group by group, in ascending order."""
+        return sorted(
             (n / s) / (bn / bs)
             for n, s, bn, bs in zip(self.num_tokens, self.seconds, baseline.num_tokens, baseline.seconds, strict=True)
-        ]
-
-    def add_tiers(self, metrics: Sequence[TierMetrics]) -> None:
-        for tier in metrics:
-            counts = self.tiers.setdefault(tier.tier, [0, 0, 0])
-            for i, value in enumerate((tier.num_drafts, tier.num_draft_tokens, tier.num_accepted)):
-                counts[i] += value
-
-    def acceptance(self) -> dict[str, TierMetrics]:
-        return {tier: TierMetrics(tier, counts[0], counts[1], counts[2]) for tier, counts in self.tiers.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """Where a bench ran, so that its figures can be read."""
-
-    num_threads: int
-    load_average: float  # over the last minute, at the start
-    copy_gigabytes_per_second: float  # read and written bytes together
-    capability: str
-    torch_version: str
+        )
 
 
 def run_bench(
@@ -77,118 +93,106 @@ def run_bench(
     batch_sizes: Sequence[int],
     params: SamplingParams,
     policy: Policy,
+    temperatures: Sequence[float] | None = None,
+    bitwise: Sequence[bool] | None = None,
     peer: TransformersPeer | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> list[Result]:
-    """All strategies (and the peer) at all batch sizes; the baseline is always among them."""
-    names = [BASELINE, *(s for s in strategies if s != BASELINE)]
-    contenders = [*names, "transformers"] if peer is not None else names
+    """All strategies (and the peer) in all conditions; the baseline is always among them.
 
-    def run(name: str, group: Sequence[Sequence[int]], run_params: SamplingParams, result: Result | None) -> None:
-        if name == "transformers":
-            assert peer is not None and run_params.max_tokens is not None
-            token_ids, seconds = peer.generate(group, run_params.max_tokens)
-        else:
-            llm.use(name, policy)
-            start = time.perf_counter()
-            outputs = llm.generate(list(group), run_params)
-            seconds = time.perf_counter() - start
-            token_ids = [list(output.outputs[0].token_ids) for output in outputs]
-            if result is not None:
-                for output in outputs:
-                    result.add_tiers(output.metrics.tiers)
-        if result is not None:
-            result.seconds.append(seconds)
-            result.num_tokens.append(sum(len(ids) for ids in token_ids))
-            result.token_ids += token_ids
-
+    Args:
+        temperatures: each takes the place of the one in `params`; None is that one alone.
+        bitwise: each strategy runs once with every value; None is what `llm` has. That is as it was afterwards.
+    """
+    names = list(dict.fromkeys([BASELINE, *strategies]))
+    before = llm.engine.runner.bitwise
     results: list[Result] = []
     for batch_size in batch_sizes:
         groups = [prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size)]
-        by_name = {name: Result(name, batch_size) for name in contenders}
-        for name in contenders:
-            run(name, groups[0], SamplingParams(temperature=0, max_tokens=WARMUP_TOKENS), None)
-        for number, group in enumerate(groups):
-            turn = number % len(contenders)
-            for name in contenders[turn:] + contenders[:turn]:
-                run(name, group, params, by_name[name])
-            on_progress(f"batch {batch_size}: {number + 1}/{len(groups)} groups")
-        results += by_name.values()
+        for temperature in temperatures or [params.temperature]:
+            contenders = [Contender(n, batch_size, temperature, b) for n in names for b in bitwise or [before]]
+            if peer is not None:
+                contenders.append(Contender(PEER, batch_size, temperature))
+            by_contender = {contender: Result(contender) for contender in contenders}
+            warmup = SamplingParams(temperature=0, max_tokens=WARMUP_TOKENS)
+            for contender in contenders:
+                _run(llm, policy, peer, groups[0], warmup, Result(contender))
+            own_params = replace(params, temperature=temperature)
+            for number, group in enumerate(groups):
+                turn = number % len(contenders)
+                for contender in contenders[turn:] + contenders[:turn]:
+                    _run(llm, policy, peer, group, own_params, by_contender[contender])
+                on_progress(f"batch {batch_size}, temperature {temperature:g}: {number + 1}/{len(groups)} groups")
+            results += by_contender.values()
+    llm.use(BASELINE, bitwise=before)
     return results
 
 
+def _run(
+    llm: LLM,
+    policy: Policy,
+    peer: TransformersPeer | None,
+    group: Sequence[Sequence[int]],
+    params: SamplingParams,
+    result: Result,
+) -> None:
+    """Decode one group and write down what that took and gave."""
+    if result.contender.name == PEER:
+        assert peer is not None and params.max_tokens is not None
+        token_ids, seconds = peer.generate(group, params.max_tokens)
+    else:
+        llm.use(result.contender.name, policy, bitwise=result.contender.bitwise)
+        start = time.perf_counter()
+        outputs = llm.generate(list(group), params)
+        seconds = time.perf_counter() - start
+        token_ids = [list(output.outputs[0].token_ids) for output in outputs]
+        for output in outputs:
+            result.acceptance.add(output.metrics.tiers)
+    result.seconds.append(seconds)
+    result.num_tokens.append(sum(len(ids) for ids in token_ids))
+    result.token_ids += token_ids
+
+
 def summary(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """One record per contender and batch size, ready for a table or JSON."""
-    baselines = {r.batch_size: r for r in results if r.name == BASELINE}
+    """One record per contender, ready for a table or JSON.
+
+    `ratio_…` is the speed relative to the baseline, `ratio_to_bitwise` that of a contender without bitwise equality
+    relative to itself with it, `ratio_to_batch_1` that of its full batches relative to itself at batch 1. The last two
+    are None where there is nothing to compare with.
+    """
+    by_contender = {result.contender: result for result in results}
+    baselines: dict[tuple[int, float], Result] = {}
+    for result in results:
+        if result.contender.name == BASELINE:
+            baselines.setdefault((result.contender.batch_size, result.contender.temperature), result)
     rows = []
     for result in results:
-        baseline = baselines[result.batch_size]
-        ratios = sorted(result.ratios(baseline))
-        equal = sum(a == b for a, b in zip(result.token_ids, baseline.token_ids, strict=True))
+        contender = result.contender
+        baseline = baselines[contender.batch_size, contender.temperature]
+        ratios = result.ratios(baseline)
+        kept = None if contender.bitwise else by_contender.get(replace(contender, bitwise=True))
+        single = by_contender.get(replace(contender, batch_size=1))
+        speedup = None
+        if single is not None and single.throughput and result.throughput is not None:
+            speedup = round(result.throughput / single.throughput, 2)
         rows.append(
             {
-                "strategy": result.name,
-                "batch_size": result.batch_size,
+                "strategy": contender.name,
+                "batch_size": contender.batch_size,
+                "temperature": contender.temperature,
+                "bitwise": contender.bitwise if contender.name != PEER else None,
                 "tokens_per_second": round(result.tokens_per_second, 2),
                 "ratio_median": round(statistics.median(ratios), 3),
                 "ratio_low": round(ratios[len(ratios) // 4], 3),
                 "ratio_high": round(ratios[-1 - len(ratios) // 4], 3),
+                "ratio_to_bitwise": round(statistics.median(result.ratios(kept)), 3) if kept else None,
+                "ratio_to_batch_1": speedup,
                 "mean_acceptance_length": {
-                    tier: round(metrics.mean_acceptance_length, 3) for tier, metrics in result.acceptance().items()
+                    tier: round(length, 3) for tier, length in result.acceptance.mean_lengths().items()
                 },
-                "num_identical": equal,
+                "num_identical": sum(a == b for a, b in zip(result.token_ids, baseline.token_ids, strict=True)),
                 "num_prompts": len(result.token_ids),
                 "num_tokens": sum(result.num_tokens),
             }
         )
     return rows
-
-
-def describe_machine(device: str) -> Machine:
-    """Measure what a ratio needs as its background."""
-    load = os.getloadavg()[0]
-    return Machine(
-        num_threads=torch.get_num_threads(),
-        load_average=round(load, 2),
-        copy_gigabytes_per_second=round(_copy_bandwidth(device), 1),
-        capability=host_capability(device),
-        torch_version=torch.__version__,
-    )
-
-
-def share_of_roof(llm: LLM, tokens_per_second: float, machine: Machine) -> float:
-    """Weight bytes × tokens/s ÷ copy bandwidth: how near plain decoding at batch 1 is to what memory allows."""
-    return weight_bytes(llm) * tokens_per_second / (machine.copy_gigabytes_per_second * 1e9)
-
-
-def weight_bytes(llm: LLM) -> int:
-    """Bytes that one plain step must read: every layer's weights and the unembedding, not the embedding table."""
-    path_programs = [f"{tier.name}.trunk" for tier in llm.manifest.tiers] + ["unembed"]
-    total = sum(_weights_size(llm, name) for name in path_programs)
-    itemsize = getattr(torch, llm.dtype).itemsize
-    return total - llm.manifest.base.vocab_size * llm.manifest.base.exit_size * itemsize
-
-
-def _weights_size(llm: LLM, program: str) -> int:
-    """From the weights file, or where an artifact has compiled programs only, the package: its code is about 1 %."""
-    files, build = llm.manifest.files, llm.build
-    weights = files.get(f"weights/{llm.dtype}/{program}.safetensors")
-    return (weights or files[f"programs/{build.folder_name}/{build.programs[program].file}"]).size
-
-
-def _copy_bandwidth(device: str, megabytes: int = 256, repeats: int = 7) -> float:
-    source = torch.ones(megabytes * 1_000_000 // 4, device=device)
-    target = torch.empty_like(source)
-
-    def copy() -> None:
-        target.copy_(source)
-        if device == "cuda":
-            torch.cuda.synchronize()
-
-    copy()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        copy()
-        times.append(time.perf_counter() - start)
-    return 2 * source.nbytes / min(times) / 1e9

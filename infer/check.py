@@ -7,8 +7,10 @@ error that export measured, either is right, and the difference is reported as a
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from infer.llm import LLM
 from infer.params import SamplingParams
@@ -24,7 +26,10 @@ class Difference:
 
     prompt: int
     position: int  # in the answer
-    gap: float | None = None  # between the two largest logits there, where a peer can tell
+    # Where a peer can tell, of its logits there: from the largest to the lower of the two texts' tokens, and between
+    # the two largest; the same figure if these are the two texts' tokens
+    gap: float | None = None
+    top_two: float | None = None
     allowed: float | None = None  # how far the peer's logits and ours may lie apart
 
     @property
@@ -45,6 +50,36 @@ class Comparison:
     @property
     def is_lossless(self) -> bool:
         return all(difference.is_tie for difference in self.differences)
+
+    def divergence(self) -> dict[str, Any]:
+        """How often texts leave plain decoding's, where, and how near the logits lie there; ready for JSON.
+
+        Positions and gaps are (least, median, largest), None where there is none.
+        """
+        return {
+            "rate": len(self.differences) / self.num_prompts,
+            "num_ties": sum(d.is_tie for d in self.differences),
+            "position": _spread([d.position for d in self.differences]),
+            "top_two": _spread([d.top_two for d in self.differences if d.top_two is not None]),
+            "gap": _spread([d.gap for d in self.differences if d.gap is not None]),
+        }
+
+    def record(self) -> dict[str, Any]:
+        """All of it, ready for JSON."""
+        return {
+            "strategy": self.name,
+            "batch_size": self.batch_size,
+            "num_prompts": self.num_prompts,
+            "num_identical": self.num_prompts - len(self.differences),
+            "num_tokens": self.num_tokens,
+            "is_lossless": self.is_lossless,
+            "divergence": self.divergence(),
+            "differences": [asdict(d) | {"is_tie": d.is_tie} for d in self.differences],
+        }
+
+
+def _spread(values: Sequence[float]) -> tuple[float, float, float] | None:
+    return (min(values), statistics.median(values), max(values)) if values else None
 
 
 def check(
@@ -112,5 +147,6 @@ def _difference(
     shared = next((i for i, (a, b) in enumerate(zip(got, expected)) if a != b), min(len(got), len(expected)))
     if peer is None:
         return Difference(number, shared)
-    gap, largest = peer.top_two([*prompts[number], *expected[:shared]])
-    return Difference(number, shared, gap, max_logit_error * largest)
+    tokens = [text[shared] for text in (got, expected) if shared < len(text)]
+    margins = peer.margins([*prompts[number], *expected[:shared]], tokens)
+    return Difference(number, shared, margins.gap, margins.top_two, max_logit_error * margins.largest)

@@ -8,7 +8,7 @@ their rulings into the rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -64,12 +64,15 @@ class Rule(Protocol):
 class IdentityRule:
     """A drafted token is accepted iff it is the token that the judge picks itself (`verify`)."""
 
+    def __init__(self) -> None:
+        self.pick: Callable[..., Tensor] = pick  # `profile` puts a timed one in its place
+
     def begin(self, rows: Sequence[Row]) -> None:
         """Nothing is kept between calls."""
 
     def judge(self, lines: Lines) -> Ruling:
         params = lines.row_params if lines.row_params.all_greedy else lines.params()
-        picks = pick(lines.logits, params, lines.ids).tolist()  # the stage's host synchronisation
+        picks = self.pick(lines.logits, params, lines.ids).tolist()  # the stage's host synchronisation
         verdicts, first = [], 0
         for drafted, count in zip(lines.drafted, lines.counts, strict=True):
             verdicts.append(verify(drafted, picks[first : first + count]))

@@ -52,6 +52,9 @@ class LLM:
         max_num_seqs: most sequences that run at once.
         max_num_prefill_tokens: most prompt tokens computed between two rounds of the sequences that decode.
         enable_prefix_caching: keep prompts' KV for later prompts of the same beginning, while there is room.
+        bitwise: keep every call to the programs where a token's results have the same bits whatever is computed with
+            it, as export measured. False is the fastest: a token may then depend on its neighbours in the batch and on
+            the strategy, where two logits lie within the last bits of each other.
         num_draft_tokens, window, inner_rounds: the policy's γ, N_i and R.
         verification: `identity` gives sampled requests plain decoding's very tokens; `rejection` accepts more of them
             and gives plain decoding's law. Greedy requests get the same tokens by either.
@@ -75,6 +78,7 @@ class LLM:
         max_num_seqs: int = 16,
         max_num_prefill_tokens: int = 512,
         enable_prefix_caching: bool = False,
+        bitwise: bool = True,
         num_draft_tokens: int = 2,
         window: int = 4,
         inner_rounds: int = 4,
@@ -132,6 +136,7 @@ class LLM:
             max_num_seqs=max_num_seqs,
             dtype=torch_dtype,
             device=torch.device(device),
+            bitwise=bitwise,
         )
         pool = BlockPool(num_blocks, self.manifest.block_size)
         cache = PrefixCache(pool, runner.prefill_chunk) if enable_prefix_caching else None
@@ -140,8 +145,18 @@ class LLM:
         self._request_numbers = itertools.count()
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
 
-    def use(self, strategy: str, policy: Policy | None = None, verification: str = "identity") -> None:
+    def use(
+        self,
+        strategy: str,
+        policy: Policy | None = None,
+        *,
+        verification: str = "identity",
+        bitwise: bool | None = None,
+    ) -> None:
         """Switch to another strategy over the same programs and pages, while no request is running.
+
+        Args:
+            bitwise: as at construction; None leaves it as it is.
 
         Raises:
             ValueError: unknown strategy, or numbers that the artifact does not allow.
@@ -150,7 +165,10 @@ class LLM:
         rule = rule_of(verification, stages, self.manifest)
         if self.engine.has_unfinished:
             raise ValueError("requests are running: finish or close their stream before choosing another strategy")
-        self.engine.round = Round(self.engine.runner, stages, rule)
+        runner = self.engine.runner
+        if bitwise is not None:
+            runner.bind(runner.programs, bitwise=bitwise)
+        self.engine.round = Round(runner, stages, rule)
         self.strategy, self.verification = strategy, verification
 
     @property

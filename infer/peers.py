@@ -13,8 +13,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 PEERS = ("transformers",)
+
+
+@dataclass(frozen=True, slots=True)
+class Margins:
+    """Of a peer's logits at one position."""
+
+    top_two: float  # between the two largest
+    gap: float  # between the largest and the lowest of the tokens that were asked about; top_two if none was
+    largest: float  # magnitude of all
 
 
 class TransformersPeer:
@@ -34,10 +44,9 @@ class TransformersPeer:
         reply = self._ask({"prompts": [list(p) for p in prompts], "max_tokens": max_tokens})
         return reply["token_ids"], reply["seconds"]
 
-    def top_two(self, prompt: Sequence[int]) -> tuple[float, float]:
-        """After `prompt`: how far the two largest logits lie apart, and the largest magnitude of all."""
-        reply = self._ask({"top_two": list(prompt)})
-        return reply["gap"], reply["largest"]
+    def margins(self, prompt: Sequence[int], token_ids: Sequence[int]) -> Margins:
+        """How near to each other the logits after `prompt` lie."""
+        return Margins(**self._ask({"margins": list(prompt), "token_ids": list(token_ids)}))
 
     def _ask(self, request: dict) -> dict:
         assert self._process.stdin is not None
@@ -54,9 +63,10 @@ class TransformersPeer:
 
     def close(self) -> None:
         """End the process; it leaves when its input closes."""
-        assert self._process.stdin is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait(timeout=30)
+        self._process.stdout.close()
 
 
 def main() -> None:
@@ -77,11 +87,13 @@ def main() -> None:
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
-        if "top_two" in request:
+        if "margins" in request:
             with torch.inference_mode():
-                logits = model(torch.tensor([request["top_two"]], device=args.device)).logits[0, -1].float()
+                logits = model(torch.tensor([request["margins"]], device=args.device)).logits[0, -1].float()
             first, second = logits.topk(2).values.tolist()
-            print(json.dumps({"gap": first - second, "largest": float(logits.abs().max())}), flush=True)
+            lowest = min(logits[request["token_ids"]].tolist(), default=second)
+            reply = {"top_two": first - second, "gap": first - lowest, "largest": float(logits.abs().max())}
+            print(json.dumps(reply), flush=True)
             continue
         prompts = request["prompts"]
         longest = max(len(p) for p in prompts)

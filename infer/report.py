@@ -10,9 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from infer.artifact import Artifact
-from infer.bench import Machine
 from infer.check import Comparison
 from infer.llm import LLM
+from infer.machine import Machine
+from infer.profile import Shares, StrategyOverhead
 
 
 def print_bench(
@@ -22,29 +23,36 @@ def print_bench(
     roofs: Mapping[int, float],
     console: Console | None = None,
 ) -> None:
-    """One line per strategy and batch size; ratios are medians over groups of prompts, quartiles in brackets."""
+    """One line per contender; ratios are medians over groups of prompts, quartiles in brackets.
+
+    Columns that would say the same in every line, or nothing, are left out.
+    """
     where = f"{machine.num_threads} threads, torch {machine.torch_version}"
     title = f"{llm.manifest.base.name} · {llm.backend} {llm.dtype} · {where}"
     table = Table(title=title, title_justify="left")
-    for column, justify in (
-        ("strategy", "left"),
-        ("batch", "right"),
-        ("tokens/s", "right"),
-        ("ratio to plain", "right"),
-        ("mean acceptance length", "left"),
-        ("identical", "right"),
-    ):
-        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+    columns = [
+        ("strategy", lambda row: row["strategy"]),
+        ("batch", lambda row: str(row["batch_size"])),
+        ("temperature", lambda row: f"{row['temperature']:g}"),
+        ("bitwise", lambda row: {True: "yes", False: "no", None: "–"}[row["bitwise"]]),
+        ("tokens/s", lambda row: f"{row['tokens_per_second']:.1f}"),
+        ("ratio to plain", lambda row: f"{row['ratio_median']:.2f} ({row['ratio_low']:.2f}–{row['ratio_high']:.2f})"),
+        ("ratio to bitwise", lambda row: _ratio(row["ratio_to_bitwise"])),
+        ("ratio to batch 1", lambda row: _ratio(row["ratio_to_batch_1"])),
+        ("mean acceptance length", _acceptance),
+        ("identical", lambda row: f"{row['num_identical']}/{row['num_prompts']}"),
+    ]
+    shown = {
+        "temperature": any(row["temperature"] > 0 for row in rows),
+        "bitwise": any(row["bitwise"] is False for row in rows),
+        "ratio to bitwise": any(row["ratio_to_bitwise"] is not None for row in rows),
+        "ratio to batch 1": any(row["ratio_to_batch_1"] is not None and row["batch_size"] > 1 for row in rows),
+    }
+    columns = [(name, cell) for name, cell in columns if shown.get(name, True)]
+    for name, _ in columns:
+        table.add_column(name, justify="left" if name in ("strategy", "mean acceptance length") else "right")
     for row in rows:
-        lengths = ", ".join(f"{tier} {length:.2f}" for tier, length in row["mean_acceptance_length"].items())
-        table.add_row(
-            row["strategy"],
-            str(row["batch_size"]),
-            f"{row['tokens_per_second']:.1f}",
-            f"{row['ratio_median']:.2f} ({row['ratio_low']:.2f}–{row['ratio_high']:.2f})",
-            lengths or "–",
-            f"{row['num_identical']}/{row['num_prompts']}",
-        )
+        table.add_row(*(cell(row) for _, cell in columns))
     console = console or Console(width=110)
     console.print(table)
     for share in roofs.values():
@@ -54,14 +62,72 @@ def print_bench(
         )
 
 
+def _ratio(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+def _acceptance(row: Mapping[str, Any]) -> str:
+    return ", ".join(f"{tier} {length:.2f}" for tier, length in row["mean_acceptance_length"].items()) or "–"
+
+
+def print_profile(
+    overheads: Sequence[StrategyOverhead], shares: Sequence[Shares], console: Console | None = None
+) -> None:
+    """Two tables: the runtime's own time per call, and each part's share of a step."""
+    console = console or Console(width=110)
+    own = Table(title="the runtime alone: processor time with stub programs", title_justify="left")
+    for name in ("strategy", "batch", "µs a step", "calls a step", "µs a call", "µs a call for each row more"):
+        own.add_column(name, justify="left" if name == "strategy" else "right")
+    for overhead in overheads:
+        slope = "–" if overhead.us_per_row is None else f"{overhead.us_per_row:.1f}"
+        for number, one in enumerate(overhead.sizes):
+            is_last = number == len(overhead.sizes) - 1
+            own.add_row(
+                overhead.strategy,
+                str(one.batch_size),
+                f"{one.us_per_step:.0f}",
+                f"{one.calls_per_step:.1f}",
+                f"{one.us_per_call:.0f}",
+                slope if is_last else "",
+                end_section=is_last,
+            )
+    console.print(own)
+    parts = Table(title="with the programs: shares of a step's time", title_justify="left")
+    for name in ("strategy", "batch", "ms a step", "tokens a step", "shares"):
+        parts.add_column(name, justify="left" if name in ("strategy", "shares") else "right")
+    for share in shares:
+        largest_first = sorted(share.parts.items(), key=lambda item: -item[1])
+        parts.add_row(
+            share.strategy,
+            str(share.batch_size),
+            f"{share.ms_per_step:.2f}",
+            f"{share.tokens_per_step:.1f}",
+            ", ".join(f"{name} {part:.1%}" for name, part in largest_first),
+        )
+    console.print(parts)
+
+
 def print_comparison(result: Comparison) -> None:
-    """One line, and one more for each text that differs."""
+    """One line, one more for each text that differs, and one that sums these up."""
     num_equal = result.num_prompts - len(result.differences)
     print(f"{result.name:15} batch {result.batch_size}: {num_equal} of {result.num_prompts} texts identical to plain "
           f"decoding at batch 1 ({result.num_tokens} tokens)", flush=True)  # fmt: skip
     for d in result.differences:
-        verdict = "" if d.gap is None else f": top-2 gap {d.gap:.1e}, allowed {d.allowed:.1e}"
+        verdict = "" if d.gap is None else f": gap {d.gap:.1e}, top-2 {d.top_two:.1e}, allowed {d.allowed:.1e}"
         print(f"    prompt {d.prompt} differs from its token {d.position} on{verdict}{' (a tie)' if d.is_tie else ''}")
+    if result.differences:
+        print(f"    {_divergence_line(result)}", flush=True)
+
+
+def _divergence_line(result: Comparison) -> str:
+    summary = result.divergence()
+    low, median, high = summary["position"]
+    line = f"{summary['rate']:.1%} of texts diverge, first at token {low}, median {median:g}, last {high}"
+    if summary["top_two"] is None:
+        return line
+    low, median, high = summary["top_two"]
+    ties = f"{summary['num_ties']} of {len(result.differences)} are ties"
+    return f"{line}; top-2 gap there {low:.1e}, median {median:.1e}, at most {high:.1e}; {ties}"
 
 
 def print_artifact(artifact: Artifact) -> None:

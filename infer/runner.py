@@ -45,6 +45,7 @@ class Runner:
         num_blocks: size of the pool, the null block included.
         max_num_seqs: most rows that run at once.
         dtype: of hidden states and pages.
+        bitwise: keep calls inside the ranges in which a token's results have the same bits; see `bind`.
     """
 
     def __init__(
@@ -58,39 +59,48 @@ class Runner:
         max_num_seqs: int,
         dtype: torch.dtype,
         device: torch.device,
+        bitwise: bool = True,
     ) -> None:
         base, tiers = manifest.base, manifest.tiers
         self.device = device
         self.block_size = manifest.block_size
         self.prefill_chunk = manifest.limits.prefill_chunk
         self.num_tiers = len(tiers)
+        self._tiers, self._infos = tiers, infos
         exits = {e.name: e for e in manifest.exits}
         self.exits = [exits[tier.exit] for tier in tiers]
         self.vocabs = [draft_vocabs.get(e.name) for e in self.exits]
         shape = (num_blocks, self.block_size, base.num_kv_heads, base.head_dim)
         # One tensor per layer, each its own storage (DESIGN §5). Zeroed: 0 × NaN of a page never written is NaN.
-        pages = [
-            (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
-            for _ in range(manifest.num_kv_layers)
-        ]
-        self._pages = [page for pair in pages for page in pair]
+        # Keys and values of layer l are pages 2·l and 2·l + 1.
+        self._pages = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(2 * manifest.num_kv_layers)]
         ring_shape = ((max_num_seqs + 1) * RING_SIZE, base.hidden_size)
         self._rings = [torch.zeros(ring_shape, dtype=dtype, device=device) for _ in tiers]
 
         self._tables = BlockTables(device)
         self._last_query: tuple[list[Row], list[range], Query] | None = None
+        self.bind(programs, bitwise=bitwise)
+
+    def bind(self, programs: Mapping[str, Program], *, bitwise: bool) -> None:
+        """Call these programs from now on, between two requests.
+
+        Without `bitwise` the programs' ranges are ignored: no call is cut or padded for their sake, and a token's last
+        bits may depend on what is computed with it.
+        """
+        self.programs, self.bitwise = dict(programs), bitwise
+        ranges = {name: info.bitwise_range if bitwise else None for name, info in self._infos.items()}
         # One for all programs over pages, so that level tiers can share a call's tensors
-        ranges = [info.bitwise_range for info in infos.values() if info.kv_layers and info.bitwise_range]
-        self._min_tokens = max((low for low, _ in ranges), default=1)
-        self._max_tokens = min((high for _, high in ranges), default=self.prefill_chunk)
+        paged = [ranges[name] for name, info in self._infos.items() if info.kv_layers]
+        self._min_tokens = max((limits[0] for limits in paged if limits), default=1)
+        self._max_tokens = min((limits[1] for limits in paged if limits), default=self.prefill_chunk)
 
         def bound(name: str) -> tuple[Program, Range, list[Tensor]]:
-            # Where export found no range, calls are not cut: equality then rests on the margins of the logits, as
+            # Where there is no range, calls are not cut: equality then rests on the margins of the logits, as
             # `inspect` shows, and not on their bits.
-            info = infos[name]
-            return programs[name], info.bitwise_range, [t for layer in info.kv_layers for t in pages[layer]]
+            layers = self._infos[name].kv_layers
+            return programs[name], ranges[name], [t for i in layers for t in self._pages[2 * i : 2 * i + 2]]
 
-        self._trunks = [bound(f"{tier.name}.trunk") for tier in tiers]
+        self._trunks = [bound(f"{tier.name}.trunk") for tier in self._tiers]
         self._exits = [bound(f"{e.name}.exit") for e in self.exits]
         self._unembeds = [bound(f"{e.name}.unembed" if e.vocab_size else "unembed") for e in self.exits]
 

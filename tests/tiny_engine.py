@@ -127,6 +127,7 @@ class Tiny:
         enable_prefix_caching: bool = False,
         verification: str = "identity",
         capture: Capture | None = None,
+        bitwise: bool = True,
     ) -> None:
         self.manifest = make_manifest(model, max_model_len=max_model_len)
         programs = make_programs(model, BLOCK_SIZE)
@@ -141,6 +142,7 @@ class Tiny:
         self.runner = runner_type(
             self.manifest, runs, infos, model.draft_vocabs,
             num_blocks=num_blocks, max_num_seqs=max_num_seqs, dtype=torch.float32, device=DEVICE,
+            bitwise=bitwise,
         )  # fmt: skip
         stages = stages_of(strategy, policy or Policy(), self.manifest)
         self.round = Round(self.runner, stages, rule_of(verification, stages, self.manifest))

@@ -1,16 +1,21 @@
 """`infer check`: what it calls equal, and what it does not."""
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from infer import LLM, hispec
-from infer.check import Difference, check
+from infer.check import Comparison, Difference, check
 from infer.cli import main
 from infer.params import SamplingParams
+from infer.peers import Margins, TransformersPeer
+from infer.report import print_comparison
 from infer.strategy import Policy
 from infer.verify import verify
 from tests.tiny_artifact import ON_DEVICE, load, make_artifact
+from tests.tiny_models import make_tiny_model
 
 PROMPTS = [[5, 9, 3], [7, 8, 9, 10, 11], [20, 21]]
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -27,9 +32,9 @@ class Peer:
     def generate(self, prompts, max_tokens):
         return [self.texts[tuple(p)] for p in prompts], 0.1
 
-    def top_two(self, prompt):
-        self.asked.append(list(prompt))
-        return self.gap, 10.0
+    def margins(self, prompt, token_ids):
+        self.asked.append((list(prompt), list(token_ids)))
+        return Margins(top_two=0.001, gap=self.gap, largest=10.0)
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +76,56 @@ def test_a_peers_difference_counts_as_equal_only_within_the_error(llm: LLM, gap:
     peer = Peer(texts, gap)
     theirs = run(llm, peer=peer, max_logit_error=1e-3)[-1]
     assert theirs.name == "transformers" and theirs.is_lossless == is_lossless
-    assert theirs.differences == [Difference(1, 3, gap, 0.01)]
-    assert peer.asked == [[*PROMPTS[1], *texts[1][:3]]]
+    assert theirs.differences == [Difference(1, 3, gap, 0.001, 0.01)]
+    # Both texts' tokens are asked about: one that is far below the largest is no tie, however near the second is
+    assert peer.asked == [([*PROMPTS[1], *texts[1][:3]], [texts[1][3] + 1, texts[1][3]])]
+
+
+def test_divergence_is_summed_up_with_its_margins(capsys) -> None:
+    differences = [
+        Difference(0, 7, 0.25, 0.25, 0.3),
+        Difference(2, 3, 0.5, 0.125, 0.3),
+        Difference(5, 12, 0.125, 0.0, 0.3),
+    ]
+    result = Comparison("transformers", 1, 12, 240, differences)
+    assert result.divergence() == {
+        "rate": 0.25, "num_ties": 2, "position": (3, 7, 12), "top_two": (0.0, 0.125, 0.25), "gap": (0.125, 0.25, 0.5)
+    }  # fmt: skip
+    record = json.loads(json.dumps(result.record()))
+    assert record["num_identical"] == 9 and not record["is_lossless"]
+    assert [d["is_tie"] for d in record["differences"]] == [True, False, True]
+    assert record["differences"][1]["position"] == 3
+    print_comparison(result)
+    *_, line = capsys.readouterr().out.splitlines()
+    assert line.strip() == (
+        "25.0% of texts diverge, first at token 3, median 7, last 12; "
+        "top-2 gap there 0.0e+00, median 1.2e-01, at most 2.5e-01; 2 of 3 are ties"
+    )
+
+
+def test_nothing_diverges_without_differences(capsys) -> None:
+    result = Comparison("hispec", 1, 4, 40)
+    assert result.divergence() == {"rate": 0, "num_ties": 0, "position": None, "top_two": None, "gap": None}
+    print_comparison(result)
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_a_peer_tells_how_far_tokens_lie_below_its_largest_logit(tmp_path: Path) -> None:
+    model = make_tiny_model("llama")
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        logits = model(torch.tensor([[5, 9, 3]])).logits[0, -1]
+    order, largest = logits.argsort(descending=True).tolist(), float(logits.abs().max())
+    top_two = float(logits[order[0]] - logits[order[1]])
+    peer = TransformersPeer(str(tmp_path), "float32", "cpu")
+    try:
+        for token_ids, lowest in (([order[0], order[1]], 1), ([order[7], order[0]], 7), ([order[2], order[1]], 2)):
+            got = peer.margins([5, 9, 3], token_ids)
+            gap = float(logits[order[0]] - logits[order[lowest]])
+            assert (got.top_two, got.gap, got.largest) == pytest.approx((top_two, gap, largest), abs=1e-5)
+        assert peer.margins([5, 9, 3], []).gap == pytest.approx(top_two, abs=1e-5)
+    finally:
+        peer.close()
 
 
 def test_a_difference_without_a_peer_is_never_a_tie() -> None:
@@ -82,17 +135,13 @@ def test_a_difference_without_a_peer_is_never_a_tie() -> None:
 def test_command_prints_a_line_each_and_refuses_what_it_cannot_compare(artifact: Path, tmp_path: Path, capsys) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "Hello"}\n{"prompt": "the sea"}\n')
-    arguments = [
-        "check",
-        str(artifact),
-        "--prompts",
-        str(prompts),
-        "--max-tokens",
-        "6",
-        "--batch-sizes",
-        "1,2",
-    ] + ON_DEVICE
-    assert main([*arguments, "--temperature", "0.8", "--seed", "3"]) == 0
+    arguments = ["check", str(artifact), "--prompts", str(prompts), "--max-tokens", "6", "--batch-sizes", "1,2"]
+    arguments += ON_DEVICE
+    output = tmp_path / "check.json"
+    assert main([*arguments, "--temperature", "0.8", "--seed", "3", "--json", str(output)]) == 0
+    record = json.loads(output.read_text())
+    assert record["prompts"] == ["prompts-1", "prompts-2"] and len(record["results"]) == 5
+    assert all(r["num_identical"] == 2 and r["divergence"]["rate"] == 0 for r in record["results"])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 5 and all("2 of 2 texts identical" in line for line in lines)
     for options, reason in (
@@ -101,6 +150,7 @@ def test_command_prints_a_line_each_and_refuses_what_it_cannot_compare(artifact:
         (["--num-prompts", "0"], "--num-prompts=0"),
         (["--batch-sizes", "1,x"], "whole numbers"),
         (["--batch-sizes", "0"], "at least 1"),
+        (["--json", str(tmp_path)], "--json"),
     ):
         assert main([*arguments, *options]) == 2, options
         assert reason in capsys.readouterr().err

@@ -233,6 +233,16 @@ def test_generate_streams_a_single_prompt(artifact: Path, llm: LLM, capsys) -> N
     assert capsys.readouterr().out == llm.generate("Hello", GREEDY)[0].outputs[0].text + "\n"
 
 
+def test_generate_writes_every_text_of_n(artifact: Path, llm: LLM, capsys) -> None:
+    args = ["generate", str(artifact), "--prompt", "Hello", "--raw", "--n", "2", "--max-tokens", "6", "--check"]
+    assert main([*args, "--temperature", "1", "--seed", "5", "--strategy", "layerskip"]) == 0
+    captured = capsys.readouterr()
+    records = [json.loads(line) for line in captured.out.splitlines()]
+    (output,) = llm.generate("Hello", SamplingParams(temperature=1, seed=5, n=2, max_tokens=6))
+    assert [(r["index"], r["text"]) for r in records] == [(done.index, done.text) for done in output.outputs]
+    assert "check: 2 of 2 equal" in captured.err
+
+
 def test_bench_prints_a_table_and_writes_json(artifact: Path, tmp_path: Path, capsys) -> None:
     prompts, output = tmp_path / "prompts.txt", tmp_path / "bench.json"
     prompts.write_text("Hello\nthe river\nA\n")

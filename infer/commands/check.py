@@ -1,0 +1,55 @@
+"""`python -m infer check`: every strategy against plain decoding, and Hugging Face beside them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from infer.commands import options
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser("check", help="show that every strategy gives plain decoding's tokens on your prompts")
+    options.add_engine_options(parser)
+    options.add_sampling_options(parser)
+    options.add_comparison_options(parser)
+    parser.add_argument("--peer-model", help="compare with Hugging Face's greedy texts too: its folder or hub id")
+    parser.add_argument("--json", type=Path, help="write all results, each difference with its gap, to this file")
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Exit code 1 when any text differs from plain decoding's by more than a tie."""
+    from infer.check import check, target_error
+    from infer.peers import TransformersPeer
+    from infer.report import print_comparison
+
+    names, sizes = args.strategies.split(","), options.batch_sizes(args)
+    params, policy = options.sampling_params(args), options.policy_of(args)
+    options.need_seed(params, "check")
+    options.check_output(args.json, "--json")
+    if args.peer_model and not params.is_greedy:
+        raise ValueError("--peer-model compares greedy texts: leave --temperature out")
+    rows = options.prompt_rows(args)
+    llm = options.load_llm(args, "autoregressive")
+    for name in names:
+        llm.use(name, policy)  # refuses unknown names before any work
+    prompts = [options.token_ids(llm, row) for row in rows]
+    error = target_error(llm)
+    peer = TransformersPeer(args.peer_model, llm.dtype, args.device) if args.peer_model else None
+    try:
+        results = check(
+            llm, prompts, params, strategies=names, batch_sizes=sizes, policy=policy, peer=peer,
+            max_logit_error=error, on_result=print_comparison,
+        )  # fmt: skip
+    finally:
+        if peer is not None:
+            peer.close()
+    if args.json:
+        record = {"artifact": args.artifact, "backend": llm.backend, "dtype": llm.dtype, "bitwise": args.bitwise,
+                  "peer_model": args.peer_model, "max_logit_error": error, "prompts": [row.id for row in rows],
+                  "results": [result.record() for result in results]}  # fmt: skip
+        args.json.write_text(json.dumps(record, indent=2) + "\n")
+    return 0 if all(result.is_lossless for result in results) else 1

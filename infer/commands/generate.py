@@ -1,0 +1,110 @@
+"""`python -m infer generate`: prompts in, texts out; with --check, compared with plain decoding's."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from infer.commands import options
+
+if TYPE_CHECKING:
+    from infer.llm import LLM
+    from infer.params import SamplingParams
+    from infer.prompts import PromptRow
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser("generate", help="complete prompts; streams a single one to the terminal")
+    options.add_engine_options(parser)
+    options.add_sampling_options(parser)
+    parser.add_argument("--prompt", action="append", default=[], help="a prompt; may be given several times")
+    parser.add_argument("--prompts", type=Path, help=".jsonl (prompt, turns or messages), .txt, or a folder of .jsonl")
+    parser.add_argument("--output", type=Path, help="write one JSON object per text to this file")
+    parser.add_argument("--n", type=int, default=1, help="texts per prompt, each with noise of its own (default 1)")
+    parser.add_argument("--strategy", default="auto", help="autoregressive, layerskip, hispec or auto (default)")
+    parser.add_argument("--raw", action="store_true", help="complete the text itself, without the chat template")
+    parser.add_argument("--check", action="store_true", help="also decode plainly and compare token by token")
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from infer.prompts import PromptRow, read_prompts
+
+    rows = [PromptRow(str(i), [{"role": "user", "content": text}]) for i, text in enumerate(args.prompt)]
+    rows += read_prompts(args.prompts) if args.prompts else []
+    if not rows:
+        raise ValueError("nothing to complete: give --prompt TEXT or --prompts FILE")
+    params = replace(options.sampling_params(args), n=args.n)
+    options.check_output(args.output)
+    if args.check:
+        options.need_seed(params, "--check")
+    if args.strategy == "auto":
+        print("decoding plainly; give --strategy hispec to speculate", file=sys.stderr)
+    llm = options.load_llm(args, args.strategy)
+    prompts: list[Any] = [options.token_ids(llm, row, args.raw) for row in rows]
+    if len(rows) == args.n == 1 and args.output is None:
+        outputs = [_stream(llm, prompts[0], params)]
+    else:
+        outputs = llm.generate(prompts, params)
+        _write(rows, outputs, args.output)
+    print(_acceptance_line(outputs), file=sys.stderr)
+    if failed := [done for output in outputs for done in output.outputs if done.finish_reason in ("error", "abort")]:
+        print(f"error: {len(failed)} texts are incomplete: {failed[0].stop_reason}", file=sys.stderr)
+        return 1
+    return _compare(llm, prompts, params, outputs) if args.check else 0
+
+
+def _stream(llm: LLM, prompt: list[int], params: SamplingParams) -> Any:
+    shown = 0
+    for output in llm.stream(prompt, params):
+        text = output.outputs[0].text
+        print(text[shown:], end="", flush=True)
+        shown = len(text)
+    print()
+    return output
+
+
+def _write(rows: list[PromptRow], outputs: list[Any], path: Path | None) -> None:
+    lines = []
+    for row, output in zip(rows, outputs, strict=True):
+        for done in output.outputs:
+            record = {
+                "id": row.id,
+                **({"index": done.index} if len(output.outputs) > 1 else {}),
+                "text": done.text,
+                "num_tokens": len(done.token_ids),
+                "finish_reason": done.finish_reason,
+            }
+            lines.append(json.dumps(record, ensure_ascii=False) + "\n")
+    if path is None:
+        sys.stdout.writelines(lines)
+        return
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text("".join(lines), encoding="utf-8")
+    temporary.replace(path)
+
+
+def _acceptance_line(outputs: list[Any]) -> str:
+    from infer.bench import Acceptance
+
+    total = Acceptance()
+    for output in outputs:
+        total.add(output.metrics.tiers)
+    parts = [f"{tier} {length:.2f}" for tier, length in total.mean_lengths().items()]
+    num_tokens = sum(len(done.token_ids) for output in outputs for done in output.outputs)
+    return f"{num_tokens} tokens; mean acceptance length: {', '.join(parts) or 'nothing drafted'}"
+
+
+def _compare(llm: LLM, prompts: list[Any], params: SamplingParams, outputs: list[Any]) -> int:
+    """Decode again without speculation; exit code 1 when any token differs."""
+    llm.use("autoregressive")
+    plain = [done.token_ids for output in llm.generate(prompts, params) for done in output.outputs]
+    got = [done.token_ids for output in outputs for done in output.outputs]
+    same = sum(a == b for a, b in zip(got, plain, strict=True))
+    print(f"check: {same} of {len(got)} equal to plain decoding, token for token", file=sys.stderr)
+    return 0 if same == len(got) else 1

@@ -1,0 +1,165 @@
+"""Options that several commands share, and what is made of them. Importing this file imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from infer.llm import LLM
+    from infer.params import SamplingParams
+    from infer.prompts import PromptRow
+    from infer.strategy import Policy
+
+
+# ---- how the model runs ----
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("artifact", help="folder that `python -m export` wrote")
+    parser.add_argument("--backend", default="auto", help="inductor, eager or auto (default)")
+    parser.add_argument("--dtype", help="float32 or bfloat16; default: the artifact's first")
+    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda, as exported")
+    parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs (there are none on CPU)")
+    parser.add_argument("--num-draft-tokens", type=int, default=2, help="γ, tokens drafted per judgement (default 2)")
+    parser.add_argument("--window", type=int, default=4, help="N_i, tentative tokens that call the target (default 4)")
+    parser.add_argument(
+        "--inner-rounds", type=int, default=4, help="R, early verifications per target call (default 4)"
+    )
+    parser.add_argument("--max-num-seqs", type=int, default=16, help="most prompts at once (default 16)")
+    parser.add_argument(
+        "--max-num-prefill-tokens", type=int, default=512, help="most prompt tokens between two rounds (default 512)"
+    )
+    parser.add_argument("--enable-prefix-caching", action="store_true", help="keep prompts' KV for later prompts")
+    parser.add_argument("--num-blocks", type=int, help="KV blocks in the pool; default: what the prompts may need")
+    parser.add_argument(
+        "--gpu-memory-utilization", type=float, default=0.9, help="share that weights and pool may fill (default 0.9)"
+    )
+    parser.add_argument(
+        "--bitwise",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="no-bitwise is the fastest: a token may depend on its batch where two logits lie in the last bits",
+    )
+
+
+def policy_of(args: argparse.Namespace) -> Policy:
+    from infer.strategy import Policy
+
+    return Policy(num_draft_tokens=args.num_draft_tokens, window=args.window, inner_rounds=args.inner_rounds)
+
+
+def load_llm(args: argparse.Namespace, strategy: str) -> LLM:
+    from infer.llm import LLM
+
+    return LLM(
+        args.artifact,
+        strategy,
+        backend=args.backend,
+        dtype=args.dtype,
+        device=args.device,
+        enforce_eager=args.enforce_eager,
+        num_blocks=args.num_blocks,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        max_num_seqs=args.max_num_seqs,
+        max_num_prefill_tokens=args.max_num_prefill_tokens,
+        enable_prefix_caching=args.enable_prefix_caching,
+        bitwise=args.bitwise,
+        num_draft_tokens=args.num_draft_tokens,
+        window=args.window,
+        inner_rounds=args.inner_rounds,
+    )
+
+
+# ---- how tokens are picked ----
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--max-tokens", type=int, default=128, help="most new tokens per prompt (default 128)")
+    parser.add_argument("--min-tokens", type=int, default=0, help="tokens before the text may end")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--min-p", type=float, default=0.0, help="least share of the largest probability")
+    parser.add_argument("--presence-penalty", type=float, default=0.0, help="on tokens that were generated")
+    parser.add_argument("--frequency-penalty", type=float, default=0.0, help="for every time one was generated")
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, help="on tokens of the prompt and the text")
+    parser.add_argument("--bad-word", action="append", help="never generate this; may be given several times")
+    parser.add_argument("--seed", type=int, help="makes sampling repeatable")
+    parser.add_argument("--stop", action="append", help="end at this text; may be given several times")
+    parser.add_argument("--ignore-eos", action="store_true")
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    from infer.params import SamplingParams
+
+    return SamplingParams(
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        seed=args.seed,
+        min_p=args.min_p,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
+        repetition_penalty=args.repetition_penalty,
+        bad_words=args.bad_word,
+        max_tokens=args.max_tokens,
+        min_tokens=args.min_tokens,
+        stop=args.stop,
+        ignore_eos=args.ignore_eos,
+    )
+
+
+def need_seed(params: SamplingParams, flag: str) -> None:
+    if not params.is_greedy and params.seed is None:
+        raise ValueError(f"{flag} compares sampled text only under --seed: without one every run draws its own")
+
+
+# ---- what is decoded, and in which ways ----
+
+
+def add_comparison_options(parser: argparse.ArgumentParser, *, needs_prompts: bool = True) -> None:
+    parser.add_argument(
+        "--prompts", "--data-dir", type=Path, required=needs_prompts, help="prompt file, or a folder of .jsonl"
+    )
+    parser.add_argument("--num-prompts", type=int, help="take this many, spread evenly over the file")
+    parser.add_argument("--strategies", default="autoregressive,layerskip,hispec", help="comma-separated")
+    parser.add_argument("--batch-sizes", default="1", help="comma-separated, e.g. 1,8")
+
+
+def prompt_rows(args: argparse.Namespace) -> list[PromptRow]:
+    from infer.prompts import read_prompts
+
+    rows = read_prompts(args.prompts)
+    if args.num_prompts is None or args.num_prompts >= len(rows):
+        return rows
+    if args.num_prompts < 1:
+        raise ValueError(f"--num-prompts={args.num_prompts} must be at least 1")
+    step = len(rows) / args.num_prompts
+    return [rows[int(i * step)] for i in range(args.num_prompts)]
+
+
+def batch_sizes(args: argparse.Namespace) -> list[int]:
+    try:
+        sizes = [int(size) for size in args.batch_sizes.split(",")]
+    except ValueError:
+        raise ValueError(f"--batch-sizes={args.batch_sizes!r} must be whole numbers, e.g. 1,8") from None
+    if min(sizes) < 1:
+        raise ValueError(f"--batch-sizes={args.batch_sizes} must be at least 1")
+    return sizes
+
+
+def token_ids(llm: LLM, row: PromptRow, raw: bool = False) -> list[int]:
+    """The row's conversation in the chat template; its text alone if there is none, or `raw`."""
+    if raw or not llm.tokenizer.chat_template:
+        return list(llm.tokenizer(row.text)["input_ids"])
+    return llm.chat_prompt(row.messages)
+
+
+# ---- files ----
+
+
+def check_output(path: Path | None, flag: str = "--output") -> None:
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise ValueError(f"{flag} {path}: name a file in a folder that exists")
