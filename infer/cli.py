@@ -14,6 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from infer.sampling_options import add_sampling_options, sampling_params
+
 if TYPE_CHECKING:
     from infer.llm import LLM
     from infer.params import SamplingParams
@@ -69,19 +71,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", default="auto", help="inductor, eager or auto (default)")
     parser.add_argument("--dtype", help="float32 or bfloat16; default: the artifact's first")
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda, as exported")
-    parser.add_argument("--max-tokens", type=int, default=128, help="most new tokens per prompt (default 128)")
-    parser.add_argument("--min-tokens", type=int, default=0, help="tokens before the text may end")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--top-k", type=int, default=0)
-    parser.add_argument("--min-p", type=float, default=0.0, help="least share of the largest probability")
-    parser.add_argument("--presence-penalty", type=float, default=0.0, help="on tokens that were generated")
-    parser.add_argument("--frequency-penalty", type=float, default=0.0, help="for every time one was generated")
-    parser.add_argument("--repetition-penalty", type=float, default=1.0, help="on tokens of the prompt and the text")
-    parser.add_argument("--bad-word", action="append", help="never generate this; may be given several times")
-    parser.add_argument("--seed", type=int, help="makes sampling repeatable")
-    parser.add_argument("--stop", action="append", help="end at this text; may be given several times")
-    parser.add_argument("--ignore-eos", action="store_true")
+    add_sampling_options(parser)
     parser.add_argument("--num-draft-tokens", type=int, default=2, help="γ, tokens drafted per judgement (default 2)")
     parser.add_argument("--window", type=int, default=4, help="N_i, tentative tokens that call the target (default 4)")
     parser.add_argument(
@@ -101,26 +91,6 @@ def _policy(args: argparse.Namespace) -> Policy:
     from infer.strategy import Policy
 
     return Policy(num_draft_tokens=args.num_draft_tokens, window=args.window, inner_rounds=args.inner_rounds)
-
-
-def _params(args: argparse.Namespace) -> SamplingParams:
-    from infer.params import SamplingParams
-
-    return SamplingParams(
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        seed=args.seed,
-        min_p=args.min_p,
-        presence_penalty=args.presence_penalty,
-        frequency_penalty=args.frequency_penalty,
-        repetition_penalty=args.repetition_penalty,
-        bad_words=args.bad_word,
-        max_tokens=args.max_tokens,
-        min_tokens=args.min_tokens,
-        stop=args.stop,
-        ignore_eos=args.ignore_eos,
-    )
 
 
 def _load(args: argparse.Namespace, strategy: str) -> LLM:
@@ -152,7 +122,7 @@ def _generate(args: argparse.Namespace) -> int:
     rows += read_prompts(args.prompts) if args.prompts else []
     if not rows:
         raise ValueError("nothing to complete: give --prompt TEXT or --prompts FILE")
-    params = _params(args)
+    params = sampling_params(args)
     _check_output(args.output)
     if args.check:
         _need_seed(params, "--check")
@@ -238,10 +208,12 @@ def _check(args: argparse.Namespace) -> int:
     from infer.report import print_comparison
 
     names, sizes = args.strategies.split(","), _batch_sizes(args)
-    params, policy = _params(args), _policy(args)
+    params, policy = sampling_params(args), _policy(args)
     _need_seed(params, "check")
     if args.peer_model and not params.is_greedy:
         raise ValueError("--peer-model compares greedy texts: leave --temperature out")
+    if args.peer_model and params.structured_outputs:
+        raise ValueError("--peer-model compares free texts: leave the text's form out")
     rows = _prompt_rows(args)
     llm = _load(args, "autoregressive")
     for name in names:
@@ -300,10 +272,13 @@ def _bench(args: argparse.Namespace) -> int:
     if peers and not args.peer_model:
         raise ValueError("--peers needs --peer-model: the base model's folder or hub id")
     rows = _prompt_rows(args)
-    params, policy = _params(args), _policy(args)
+    params, policy = sampling_params(args), _policy(args)
     _need_seed(params, "bench")
-    if peers and (not params.is_greedy or params.ignore_eos or params.stop):
-        raise ValueError("--peers decode greedily to their own end: leave out --temperature, --ignore-eos and --stop")
+    if peers and (not params.is_greedy or params.ignore_eos or params.stop or params.structured_outputs):
+        raise ValueError(
+            "--peers decode greedily and freely to their own end: leave out --temperature, --ignore-eos, --stop and "
+            "the text's form"
+        )
     check_device(args.device)
     machine = bench.describe_machine(args.device)
     if machine.load_average > 0.3:

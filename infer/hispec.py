@@ -26,6 +26,9 @@ from infer.verify import verify
 
 NAN_LOGITS = "the target's logits are NaN"
 NOTHING_ALLOWED = "allowed_token_ids, bad_words and min_tokens together leave no token to pick"
+NOTHING_IN_GRAMMAR = (
+    "the grammar of structured_outputs, with allowed_token_ids, bad_words and min_tokens, leaves no token to pick"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +133,9 @@ class Round:
         batch = self._batch
         if tier not in batch.processors:
             rules = [row.rules for row in batch.rows]
+            grammars = [row.grammar for row in batch.rows]
             vocab = self.runner.vocabs[tier]
-            batch.processors[tier] = Processors(rules, logits.shape[1], vocab, self.runner.device)
+            batch.processors[tier] = Processors(rules, logits.shape[1], vocab, self.runner.device, grammars)
         return batch.processors[tier].apply(logits, [row.token_ids for row in batch.rows], starts, counts)
 
     def _pick_params(self, starts: list[int], counts: list[int]) -> PickParams:
@@ -151,4 +155,5 @@ def _note_failure(row: Row, logits: Tensor, picks: Sequence[int], has_no_token: 
     broken = [not bool(line.max() > -torch.inf) for line, picked in zip(logits, picks, strict=True) if picked < 0]
     row.has_nan = row.has_nan or any(broken)
     if has_no_token:  # the first position without a pick is where the row stands
-        row.failure = NAN_LOGITS if broken[0] else NOTHING_ALLOWED
+        nothing = NOTHING_ALLOWED if row.grammar is None else NOTHING_IN_GRAMMAR
+        row.failure = NAN_LOGITS if broken[0] else nothing

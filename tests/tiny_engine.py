@@ -11,6 +11,7 @@ import os
 import random
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from infer.artifact import BaseInfo, ExitInfo, Limits, Manifest, ProgramInfo, Ti
 from infer.blocks import BlockPool
 from infer.detokenizer import Detokenizer
 from infer.engine import Engine
+from infer.grammar import GrammarCompiler
 from infer.hispec import Round
 from infer.logprobs import ScoreLog
 from infer.params import SamplingParams
@@ -124,6 +126,7 @@ class Tiny:
         max_model_len: int = 128,
         max_num_prefill_tokens: int = 512,
         enable_prefix_caching: bool = False,
+        tokenizer: Any = None,
     ) -> None:
         self.manifest = make_manifest(model, max_model_len=max_model_len)
         programs = make_programs(model, BLOCK_SIZE)
@@ -142,6 +145,7 @@ class Tiny:
         self.prefix_cache = PrefixCache(pool, self.runner.prefill_chunk) if enable_prefix_caching else None
         self.engine = Engine(self.runner, self.round, pool, max_num_seqs, max_num_prefill_tokens, self.prefix_cache)
         self._names = tuple(self.manifest.tiers[s.tier].name for s in stages)
+        self._tokenizer = tokenizer or IdText()
         self._numbers = itertools.count()
         self._seeds = random.Random(0)
 
@@ -150,15 +154,17 @@ class Tiny:
         limit = longest if params.max_tokens is None else min(longest, len(prompt) + params.max_tokens)
         eos_ids = frozenset(() if params.ignore_eos else eos)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        wanted, vocab_size = params.structured_outputs, self.manifest.base.vocab_size
+        grammar = None if wanted is None else GrammarCompiler(self._tokenizer, vocab_size, eos).compile(wanted)
         request = Request(
             request_id=str(next(self._numbers)), prompt=None, prompt_token_ids=tuple(prompt), params=params,
             seed=seed, max_len=limit, stop_token_ids=eos_ids | frozenset(params.stop_token_ids or ()),
-            eos_token_ids=eos_ids, detokenizer=Detokenizer(IdText(), params), judge_names=self._names,
-            rules=Rules.of(params, len(prompt), eos, IdText()),
+            eos_token_ids=eos_ids, detokenizer=Detokenizer(self._tokenizer, params), judge_names=self._names,
+            rules=Rules.of(params, len(prompt), eos, self._tokenizer, grammar),
             scores=ScoreLog.of(params.logprobs, params.prompt_logprobs),
         )  # fmt: skip
         for _ in range(1, params.n):
-            request.add_choice(Detokenizer(IdText(), params))
+            request.add_choice(Detokenizer(self._tokenizer, params))
         return request
 
     def drain(self) -> None:
