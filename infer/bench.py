@@ -28,13 +28,15 @@ WARMUP_TOKENS = 8
 class Contender:
     """A way to decode, and in what conditions.
 
-    Contenders that differ in `name` or `bitwise` alone run in turn; the first plain one of them is their baseline.
+    Contenders that differ in `name`, `bitwise` or `verification` alone run in turn; the first plain one of them is
+    their baseline.
     """
 
     name: str  # a strategy or the peer
     batch_size: int
     temperature: float = 0.0
     bitwise: bool = True  # see LLM
+    verification: str = "identity"  # see LLM
 
 
 @dataclass(slots=True)
@@ -95,6 +97,7 @@ def run_bench(
     policy: Policy,
     temperatures: Sequence[float] | None = None,
     bitwise: Sequence[bool] | None = None,
+    verifications: Sequence[str] = ("identity",),
     peer: TransformersPeer | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> list[Result]:
@@ -103,6 +106,7 @@ def run_bench(
     Args:
         temperatures: each takes the place of the one in `params`; None is that one alone.
         bitwise: each strategy runs once with every value; None is what `llm` has. That is as it was afterwards.
+        verifications: each strategy that drafts runs once with every one.
     """
     names = list(dict.fromkeys([BASELINE, *strategies]))
     before = llm.engine.runner.bitwise
@@ -110,7 +114,12 @@ def run_bench(
     for batch_size in batch_sizes:
         groups = [prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size)]
         for temperature in temperatures or [params.temperature]:
-            contenders = [Contender(n, batch_size, temperature, b) for n in names for b in bitwise or [before]]
+            contenders = [
+                Contender(name, batch_size, temperature, bits, verification)
+                for name in names
+                for bits in bitwise or [before]
+                for verification in (("identity",) if name == BASELINE else verifications)
+            ]
             if peer is not None:
                 contenders.append(Contender(PEER, batch_size, temperature))
             by_contender = {contender: Result(contender) for contender in contenders}
@@ -141,7 +150,8 @@ def _run(
         assert peer is not None and params.max_tokens is not None
         token_ids, seconds = peer.generate(group, params.max_tokens)
     else:
-        llm.use(result.contender.name, policy, bitwise=result.contender.bitwise)
+        contender = result.contender
+        llm.use(contender.name, policy, verification=contender.verification, bitwise=contender.bitwise)
         start = time.perf_counter()
         outputs = llm.generate(list(group), params)
         seconds = time.perf_counter() - start
@@ -181,6 +191,7 @@ def summary(results: Sequence[Result]) -> list[dict[str, Any]]:
                 "batch_size": contender.batch_size,
                 "temperature": contender.temperature,
                 "bitwise": contender.bitwise if contender.name != PEER else None,
+                "verification": contender.verification if contender.name not in (BASELINE, PEER) else None,
                 "tokens_per_second": round(result.tokens_per_second, 2),
                 "ratio_median": round(statistics.median(ratios), 3),
                 "ratio_low": round(ratios[len(ratios) // 4], 3),

@@ -26,6 +26,9 @@ from infer.stats import TierStats
 
 NAN_LOGITS = "the target's logits are NaN"
 NOTHING_ALLOWED = "allowed_token_ids, bad_words and min_tokens together leave no token to pick"
+NOTHING_IN_GRAMMAR = (
+    "the grammar of structured_outputs, with allowed_token_ids, bad_words and min_tokens, leaves no token to pick"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,8 +144,9 @@ class Round:
         batch = self._batch
         if tier not in batch.processors:
             rules = [row.rules for row in batch.rows]
+            grammars = [row.grammar for row in batch.rows]
             vocab = self.runner.vocabs[tier]
-            batch.processors[tier] = Processors(rules, logits.shape[1], vocab, self.runner.device)
+            batch.processors[tier] = Processors(rules, logits.shape[1], vocab, self.runner.device, grammars)
         return batch.processors[tier].apply(logits, [row.token_ids for row in batch.rows], starts, counts)
 
 
@@ -152,4 +156,5 @@ def _note_failure(row: Row, logits: Tensor, has_no_pick: Sequence[bool], has_no_
     broken = [not bool(line.max() > -torch.inf) for line in logits[torch.tensor(has_no_pick)]]
     row.has_nan = row.has_nan or any(broken)
     if has_no_token:  # the first position without a pick is where the row stands
-        row.failure = NAN_LOGITS if broken[0] else NOTHING_ALLOWED
+        nothing = NOTHING_ALLOWED if row.grammar is None else NOTHING_IN_GRAMMAR
+        row.failure = NAN_LOGITS if broken[0] else nothing

@@ -18,6 +18,7 @@ from infer.blocks import BlockPool
 from infer.cuda_graphs import CudaCapture, with_graphs
 from infer.detokenizer import Detokenizer
 from infer.engine import Engine
+from infer.grammar import GrammarCompiler
 from infer.hispec import Round
 from infer.logprobs import ScoreLog
 from infer.output import RequestOutput
@@ -114,6 +115,7 @@ class LLM:
                 stacklevel=2,
             )
         self.tokenizer = load_tokenizer(opened.path)
+        self._grammars = GrammarCompiler(self.tokenizer, self.manifest.base.vocab_size, self.manifest.eos_token_ids)
         vocab_file = opened.path / "draft_vocab.safetensors"
         programs = backends.load(opened, chosen)
         if num_blocks is None:
@@ -242,7 +244,8 @@ class LLM:
         """The engine's record of a prompt, to be added to it; nothing runs yet.
 
         Raises:
-            ValueError: the prompt is empty or too long; it is called `number` there.
+            ValueError: the prompt is empty or too long (it is called `number` there), or what `params` want can't be
+                done by this model.
         """
         text, ids = self._encode(prompt, number)
         params.check_vocabulary(self.manifest.base.vocab_size)
@@ -252,6 +255,8 @@ class LLM:
                 f"prompt {number} has {len(ids)} tokens, which leaves no room for an answer: "
                 f"max_model_len is {longest}; shorten the prompt, or export with a larger --max-model-len"
             )
+        wanted = params.structured_outputs
+        grammar = None if wanted is None else self._grammars.compile(wanted)
         limit = longest if params.max_tokens is None else min(longest, len(ids) + params.max_tokens)
         eos = frozenset(() if params.ignore_eos else self.manifest.eos_token_ids)
         request = Request(
@@ -264,7 +269,7 @@ class LLM:
             stop_token_ids=eos | frozenset(params.stop_token_ids or ()),
             eos_token_ids=eos,
             detokenizer=Detokenizer(self.tokenizer, params),
-            rules=Rules.of(params, len(ids), self.manifest.eos_token_ids, self.tokenizer),
+            rules=Rules.of(params, len(ids), self.manifest.eos_token_ids, self.tokenizer, grammar),
             scores=ScoreLog.of(params.logprobs, params.prompt_logprobs),
             judge_names=self.judge_names,
         )

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
+from infer.structured_outputs import StructuredOutputsParams
+
 # Below this temperature a row is greedy: the noise could no longer change the order of two half-precision logits, and
 # dividing by, say, 1e-39 would overflow. It is vLLM's threshold as well.
 GREEDY_BELOW = 1e-5
@@ -66,6 +68,11 @@ class SamplingParams:
     bad_words: Sequence[str] | None = None
     """Texts that must not be generated: the last token that would complete one can't be picked. Stored as a tuple."""
 
+    structured_outputs: StructuredOutputsParams | None = None
+    """The form that the text shall have, e.g. `StructuredOutputsParams(json=schema)`. EOS can be picked as soon as the
+    text is whole, and nothing else can once it can't go on. Under ignore_eos EOS tokens follow the first one; where
+    min_tokens still hold EOS back, no token is left, which ends the request with that cause."""
+
     logprobs: int | None = None
     """Log probabilities of every generated token and of this many most probable ones; -1: of the whole vocabulary.
 
@@ -74,7 +81,6 @@ class SamplingParams:
     """The same for the prompt's tokens."""
 
     # What vLLM has and HiSpec does not: the value below is the only one accepted.
-    structured_outputs: Any = None
     truncate_prompt_tokens: int | None = None
     spaces_between_special_tokens: bool = True
 
@@ -104,6 +110,11 @@ class SamplingParams:
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise ValueError(
+                f"structured_outputs={self.structured_outputs!r} must be a StructuredOutputsParams, "
+                f"e.g. StructuredOutputsParams(choice=['yes', 'no'])"
+            )
         self._refuse_unsupported()
         # The fields with several spellings get one; `object.__setattr__`, as this is still construction.
         object.__setattr__(self, "seed", _signed_seed(self.seed))
@@ -170,7 +181,7 @@ class SamplingParams:
 
 _ONLY_ACCEPTED: dict[str, Any] = {
     name: SamplingParams.__dataclass_fields__[name].default
-    for name in ("structured_outputs", "truncate_prompt_tokens", "spaces_between_special_tokens")
+    for name in ("truncate_prompt_tokens", "spaces_between_special_tokens")
 }
 
 

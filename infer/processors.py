@@ -2,20 +2,22 @@
 
 Every tier applies the same rules to its own logits: for the token at position p, the tokens before p are the prefix,
 whether they are committed, tentative or drafted. Nothing is remembered between calls, so a rejected token leaves no
-trace. The order is vLLM's (v1); step 6 is that of `sampler`:
+trace (`grammar` keeps its place, but gives what the prefix alone would). The order is vLLM's (v1); step 7 is that of
+`sampler`:
 
-    1 allowed_token_ids    all other ids can't be picked
-    2 bad_words            nor the last token of a sequence whose other tokens the output ends on
-    3 min_tokens           nor EOS and stop tokens, until that many tokens are generated
-    4 logit_bias           added
-    5 penalties            repetition (prompt and output), then frequency, then presence (output only)
-    6 temperature, min_p, top-k, top-p
+    1 structured_outputs   ids that break the form of the text can't be picked
+    2 allowed_token_ids    nor ids that are not listed
+    3 bad_words            nor the last token of a sequence whose other tokens the output ends on
+    4 min_tokens           nor EOS and stop tokens, until that many tokens are generated
+    5 logit_bias           added
+    6 penalties            repetition (prompt and output), then frequency, then presence (output only)
+    7 temperature, min_p, top-k, top-p
 
 Knows neither programs nor rows, only tokens and logits. A row's logits come out the same whatever its neighbours want.
 """
 
 # Shape legend: R rows with rules, N tokens to pick of these rows, V vocabulary (perhaps trimmed), L longest row,
-# K entries of a row's list, W bad words, P tokens before a bad word's last one
+# K entries of a row's list, W bad words, P tokens before a bad word's last one, G words of a grammar's mask
 
 from __future__ import annotations
 
@@ -27,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from infer.grammar import Grammar, GrammarState
 from infer.params import SamplingParams
 
 _ANY_TOKEN = -1  # pads a bad word's prefix on the left
@@ -38,6 +41,7 @@ class Rules:
     """What one request asks for, in token ids."""
 
     num_prompt_tokens: int
+    grammar: Grammar | None = None
     allowed: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     min_tokens: int = 0
@@ -49,11 +53,20 @@ class Rules:
 
     @classmethod
     def of(
-        cls, params: SamplingParams, num_prompt_tokens: int, eos_token_ids: Collection[int], tokenizer: Any
+        cls,
+        params: SamplingParams,
+        num_prompt_tokens: int,
+        eos_token_ids: Collection[int],
+        tokenizer: Any,
+        grammar: Grammar | None = None,
     ) -> Self | None:
-        """None if the request leaves its logits alone. As in vLLM, min_tokens holds EOS back under ignore_eos too."""
+        """None if the request leaves its logits alone. As in vLLM, min_tokens holds EOS back under ignore_eos too.
+
+        grammar: of params.structured_outputs, compiled.
+        """
         rules = cls(
             num_prompt_tokens=num_prompt_tokens,
+            grammar=grammar,
             allowed=None if params.allowed_token_ids is None else tuple(params.allowed_token_ids),
             bad_words=bad_word_ids(params.bad_words or (), tokenizer),
             min_tokens=params.min_tokens,
@@ -63,7 +76,9 @@ class Rules:
             frequency=params.frequency_penalty,
             presence=params.presence_penalty,
         )
-        is_idle = rules.allowed is None and not (rules.bad_words or rules.stop_ids or rules.bias)
+        is_idle = (
+            rules.grammar is None and rules.allowed is None and not (rules.bad_words or rules.stop_ids or rules.bias)
+        )
         return None if is_idle and not rules.has_penalty else rules
 
     @property
@@ -93,13 +108,27 @@ class Processors:
     padding and trimmed ids need no branch.
     """
 
-    def __init__(self, rules: Sequence[Rules | None], num_columns: int, vocab: Tensor | None, device: torch.device):
-        """rules: of every row of the batch; vocab: [V] int64 sorted ids of a trimmed exit, None for 0..V-1."""
+    def __init__(
+        self,
+        rules: Sequence[Rules | None],
+        num_columns: int,
+        vocab: Tensor | None,
+        device: torch.device,
+        grammars: Sequence[GrammarState | None] = (),
+    ) -> None:
+        """
+        rules, grammars: of every row of the batch.
+        vocab: [V] int64 sorted ids of a trimmed exit, None for 0..V-1.
+        """
         self.num_columns, self.device = num_columns, device
         self._vocab = vocab
         self._rows = [b for b, rule in enumerate(rules) if rule is not None]
         some = [rule for rule in rules if rule is not None]
-        self._num_prompt = self._tensor([r.num_prompt_tokens for r in some])  # [R]
+        self._grammars = {b: grammar for b, grammar in enumerate(grammars) if grammar is not None}
+        self._num_words = max((grammar.num_words for grammar in self._grammars.values()), default=0)  # G
+        self._is_refused = ~((torch.arange(256).unsqueeze(1) >> torch.arange(8)) & 1).bool().to(device)  # of an octet
+        self._num_prompts = [r.num_prompt_tokens for r in some]
+        self._num_prompt = self._tensor(self._num_prompts)  # [R]
         self._banned = self._banned_columns(some)  # [R, V+1] bool, or None
         self._stops = self._columns([r.stop_ids for r in some])  # [R, K]
         self._min_tokens = self._tensor([r.min_tokens for r in some])  # [R]
@@ -129,15 +158,21 @@ class Processors:
             first += count
         tokens = _padded([texts[b] for b in self._rows], _NO_TOKEN, torch.int64).to(self.device)  # [R, L]
         owner, position = self._tensor(owners), self._tensor(positions)
+        refused = self._refused(texts, starts, counts)
         if len(lines) == len(logits):
-            return self._process(logits, owner, position, tokens)
+            return self._process(logits, owner, position, tokens, refused)
         line = self._tensor(lines)
-        return logits.float().index_copy(0, line, self._process(logits[line], owner, position, tokens))
+        return logits.float().index_copy(0, line, self._process(logits[line], owner, position, tokens, refused))
 
-    def _process(self, logits: Tensor, owner: Tensor, position: Tensor, tokens: Tensor) -> Tensor:
-        """[N, V] float32. owner [N]: whose line it is, of the R rows; position [N]: of the token to be picked."""
+    def _process(
+        self, logits: Tensor, owner: Tensor, position: Tensor, tokens: Tensor, refused: Tensor | None
+    ) -> Tensor:
+        """[N, V] float32. owner [N]: whose line it is, of the R rows; position [N]: of the token to be picked; refused
+        [N, V] bool: by the grammars."""
         num_prompt = self._num_prompt[owner]  # [N]
         out = torch.nn.functional.pad(logits.float(), (0, 1))  # [N, V+1], a copy
+        if refused is not None:
+            out[:, :-1].masked_fill_(refused, -torch.inf)
         if self._banned is not None:
             out.masked_fill_(self._banned[owner], -torch.inf)
         if self._bad_lasts.shape[1]:
@@ -173,6 +208,20 @@ class Processors:
         prefixes = self._bad_prefixes[owner]  # [N, W, P]
         is_hit = ((prefixes == tail[:, None]) | (prefixes == _ANY_TOKEN)).all(dim=2)
         return self._bad_lasts[owner].where(is_hit, self.num_columns)
+
+    def _refused(self, texts: Sequence[Sequence[int]], starts: Sequence[int], counts: Sequence[int]) -> Tensor | None:
+        """Ids [N, V] bool that grammars refuse on the lines of the R rows; None without grammars."""
+        if not self._grammars:
+            return None
+        masks = []  # [count, G] int32 of each row
+        for b, num_prompt in zip(self._rows, self._num_prompts, strict=True):
+            if b in self._grammars:
+                masks.append(self._grammars[b].masks(texts[b][num_prompt:], starts[b] + 1 - num_prompt, counts[b]))
+            else:
+                masks.append(torch.full((counts[b], self._num_words), -1, dtype=torch.int32))
+        octets = torch.cat(masks).view(torch.uint8).to(self.device)  # [N, 4 G]
+        refused = self._is_refused[octets.int()].flatten(1)  # [N, 32 G]
+        return refused[:, : self.num_columns] if self._vocab is None else refused[:, self._vocab]
 
     # ---- tables ----
 

@@ -35,6 +35,7 @@ def print_bench(
         ("batch", lambda row: str(row["batch_size"])),
         ("temperature", lambda row: f"{row['temperature']:g}"),
         ("bitwise", lambda row: {True: "yes", False: "no", None: "–"}[row["bitwise"]]),
+        ("verification", lambda row: row["verification"] or "–"),
         ("tokens/s", lambda row: f"{row['tokens_per_second']:.1f}"),
         ("ratio to plain", lambda row: f"{row['ratio_median']:.2f} ({row['ratio_low']:.2f}–{row['ratio_high']:.2f})"),
         ("ratio to bitwise", lambda row: _ratio(row["ratio_to_bitwise"])),
@@ -45,12 +46,15 @@ def print_bench(
     shown = {
         "temperature": any(row["temperature"] > 0 for row in rows),
         "bitwise": any(row["bitwise"] is False for row in rows),
+        "verification": any(row["verification"] == "rejection" for row in rows),
         "ratio to bitwise": any(row["ratio_to_bitwise"] is not None for row in rows),
         "ratio to batch 1": any(row["ratio_to_batch_1"] is not None and row["batch_size"] > 1 for row in rows),
     }
     columns = [(name, cell) for name, cell in columns if shown.get(name, True)]
     for name, _ in columns:
-        table.add_column(name, justify="left" if name in ("strategy", "mean acceptance length") else "right")
+        table.add_column(
+            name, justify="left" if name in ("strategy", "verification", "mean acceptance length") else "right"
+        )
     for row in rows:
         table.add_row(*(cell(row) for _, cell in columns))
     console = console or Console(width=110)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from infer.grammar import GrammarState
 from infer.logprobs import ScoreLog
 from infer.params import SamplingParams
 from infer.processors import Rules
@@ -59,6 +60,7 @@ class Row:
         self.params = params
         self.seed = seed
         self.rules = rules
+        self.grammar = None if rules is None or rules.grammar is None else GrammarState(rules.grammar)
         self.scores = scores
         self.choice = choice
         self.max_len = max_len

@@ -64,5 +64,5 @@ def test_console_scripts_stand_in_for_shadowed_packages() -> None:
 
 
 def test_every_extra_of_the_design_is_there() -> None:
-    expected = {"onnx", "tensorrt", "serve", "ray", "plot", "gpu", "dev"}
+    expected = {"onnx", "tensorrt", "structured", "serve", "ray", "plot", "gpu", "dev"}
     assert set(PROJECT["project"]["optional-dependencies"]) == expected

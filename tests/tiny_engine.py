@@ -11,6 +11,7 @@ import os
 import random
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from infer.blocks import BlockPool
 from infer.cuda_graphs import Capture, with_graphs
 from infer.detokenizer import Detokenizer
 from infer.engine import Engine
+from infer.grammar import GrammarCompiler
 from infer.hispec import Round
 from infer.logprobs import ScoreLog
 from infer.params import SamplingParams
@@ -128,6 +130,7 @@ class Tiny:
         verification: str = "identity",
         capture: Capture | None = None,
         bitwise: bool = True,
+        tokenizer: Any = None,
     ) -> None:
         self.manifest = make_manifest(model, max_model_len=max_model_len)
         programs = make_programs(model, BLOCK_SIZE)
@@ -150,6 +153,7 @@ class Tiny:
         self.prefix_cache = PrefixCache(pool, self.runner.prefill_chunk) if enable_prefix_caching else None
         self.engine = Engine(self.runner, self.round, pool, max_num_seqs, max_num_prefill_tokens, self.prefix_cache)
         self._names = tuple(self.manifest.tiers[s.tier].name for s in stages)
+        self._tokenizer = tokenizer or IdText()
         self._numbers = itertools.count()
         self._seeds = random.Random(0)
 
@@ -158,15 +162,17 @@ class Tiny:
         limit = longest if params.max_tokens is None else min(longest, len(prompt) + params.max_tokens)
         eos_ids = frozenset(() if params.ignore_eos else eos)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        wanted, vocab_size = params.structured_outputs, self.manifest.base.vocab_size
+        grammar = None if wanted is None else GrammarCompiler(self._tokenizer, vocab_size, eos).compile(wanted)
         request = Request(
             request_id=str(next(self._numbers)), prompt=None, prompt_token_ids=tuple(prompt), params=params,
             seed=seed, max_len=limit, stop_token_ids=eos_ids | frozenset(params.stop_token_ids or ()),
-            eos_token_ids=eos_ids, detokenizer=Detokenizer(IdText(), params), judge_names=self._names,
-            rules=Rules.of(params, len(prompt), eos, IdText()),
+            eos_token_ids=eos_ids, detokenizer=Detokenizer(self._tokenizer, params), judge_names=self._names,
+            rules=Rules.of(params, len(prompt), eos, self._tokenizer, grammar),
             scores=ScoreLog.of(params.logprobs, params.prompt_logprobs),
         )  # fmt: skip
         for _ in range(1, params.n):
-            request.add_choice(Detokenizer(IdText(), params))
+            request.add_choice(Detokenizer(self._tokenizer, params))
         return request
 
     def drain(self) -> None:

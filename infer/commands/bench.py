@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infer.commands import options
+from infer.commands.sampling import add_sampling_options, sampling_params
 
 if TYPE_CHECKING:
     from infer.llm import LLM
@@ -19,9 +20,12 @@ if TYPE_CHECKING:
 def add(commands: Any) -> None:
     parser = commands.add_parser("bench", help="compare strategies in one run, as ratios to plain decoding")
     options.add_engine_options(parser)
-    options.add_sampling_options(parser)
+    add_sampling_options(parser)
     options.add_comparison_options(parser, needs_prompts=False)  # --profile has some
     parser.add_argument("--temperatures", help="comma-separated, e.g. 0.3,0.7,1.0; each instead of --temperature")
+    parser.add_argument(
+        "--verifications", default="identity", help="comma-separated: identity, rejection (see LLM's verification)"
+    )
     parser.add_argument(
         "--identity-cost", action="store_true", help="run everything without --bitwise too, and show what that gains"
     )
@@ -62,13 +66,13 @@ def _compare(args: argparse.Namespace, sizes: list[int]) -> int:
     if peers and not args.peer_model:
         raise ValueError("--peers needs --peer-model: the base model's folder or hub id")
     rows = options.prompt_rows(args)
-    params, policy = options.sampling_params(args), options.policy_of(args)
+    params, policy = sampling_params(args), options.policy_of(args)
     temperatures = _temperatures(args)
     each = [replace(params, temperature=temperature) for temperature in temperatures]
     for one in each:
         options.need_seed(one, "bench")
-    if peers and (not all(one.is_greedy for one in each) or params.ignore_eos or params.stop):
-        raise ValueError("--peers decode greedily to their own end: leave out temperatures, --ignore-eos and --stop")
+    if peers and not all(options.is_plain(one) for one in each):
+        raise ValueError("--peers decode greedily and freely to their own end: leave out all but --max-tokens")
     here, llm = _prepare(args, names)
     prompts = [options.token_ids(llm, row) for row in rows]
     peer = TransformersPeer(args.peer_model, llm.dtype, args.device) if peers else None
@@ -82,6 +86,7 @@ def _compare(args: argparse.Namespace, sizes: list[int]) -> int:
             policy=policy,
             temperatures=temperatures,
             bitwise=(True, False) if args.identity_cost else None,
+            verifications=args.verifications.split(","),
             peer=peer,
             on_progress=_show_progress,
         )
@@ -105,7 +110,7 @@ def _profile(args: argparse.Namespace, sizes: list[int]) -> int:
     from infer.prompts import PromptRow
     from infer.report import print_profile
 
-    names, params, policy = args.strategies.split(","), options.sampling_params(args), options.policy_of(args)
+    names, params, policy = args.strategies.split(","), sampling_params(args), options.policy_of(args)
     own = [PromptRow(str(i), [{"role": "user", "content": text}]) for i, text in enumerate(profile.QUESTIONS)]
     rows = options.prompt_rows(args) if args.prompts else own
     here, llm = _prepare(args, names)
@@ -131,8 +136,10 @@ def _prepare(args: argparse.Namespace, names: list[str]) -> tuple[Machine, LLM]:
     if here.load_average > 0.3:
         print(f"notice: the load average is {here.load_average}; figures of a busy machine mislead", file=sys.stderr)
     llm = options.load_llm(args, "autoregressive")
-    for name in names:
-        llm.use(name, options.policy_of(args))  # refuses unknown names before any work
+    for name in names:  # refuses unknown ones before any work
+        for verification in args.verifications.split(","):
+            llm.use(name, options.policy_of(args), verification=verification)
+    llm.use("autoregressive")
     return here, llm
 
 

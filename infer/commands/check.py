@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from infer.commands import options
+from infer.commands.sampling import add_sampling_options, sampling_params
 
 
 def add(commands: Any) -> None:
     parser = commands.add_parser("check", help="show that every strategy gives plain decoding's tokens on your prompts")
     options.add_engine_options(parser)
-    options.add_sampling_options(parser)
+    add_sampling_options(parser)
     options.add_comparison_options(parser)
     parser.add_argument("--peer-model", help="compare with Hugging Face's greedy texts too: its folder or hub id")
     parser.add_argument("--json", type=Path, help="write all results, each difference with its gap, to this file")
@@ -27,11 +28,11 @@ def _run(args: argparse.Namespace) -> int:
     from infer.report import print_comparison
 
     names, sizes = args.strategies.split(","), options.batch_sizes(args)
-    params, policy = options.sampling_params(args), options.policy_of(args)
+    params, policy = sampling_params(args), options.policy_of(args)
     options.need_seed(params, "check")
     options.check_output(args.json, "--json")
-    if args.peer_model and not params.is_greedy:
-        raise ValueError("--peer-model compares greedy texts: leave --temperature out")
+    if args.peer_model and not options.is_plain(params):
+        raise ValueError("--peer-model compares greedy texts, made freely: leave out all but --max-tokens")
     rows = options.prompt_rows(args)
     llm = options.load_llm(args, "autoregressive")
     for name in names:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infer.commands import options
+from infer.commands.sampling import add_sampling_options, sampling_params
 
 if TYPE_CHECKING:
     from infer.llm import LLM
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 def add(commands: Any) -> None:
     parser = commands.add_parser("generate", help="complete prompts; streams a single one to the terminal")
     options.add_engine_options(parser)
-    options.add_sampling_options(parser)
+    add_sampling_options(parser)
+    parser.add_argument("--verification", default="identity", help="identity (default) or rejection, of sampled drafts")
     parser.add_argument("--prompt", action="append", default=[], help="a prompt; may be given several times")
     parser.add_argument("--prompts", type=Path, help=".jsonl (prompt, turns or messages), .txt, or a folder of .jsonl")
     parser.add_argument("--output", type=Path, help="write one JSON object per text to this file")
@@ -39,13 +41,17 @@ def _run(args: argparse.Namespace) -> int:
     rows += read_prompts(args.prompts) if args.prompts else []
     if not rows:
         raise ValueError("nothing to complete: give --prompt TEXT or --prompts FILE")
-    params = replace(options.sampling_params(args), n=args.n)
+    params = replace(sampling_params(args), n=args.n)
     options.check_output(args.output)
     if args.check:
         options.need_seed(params, "--check")
     if args.strategy == "auto":
         print("decoding plainly; give --strategy hispec to speculate", file=sys.stderr)
-    llm = options.load_llm(args, args.strategy)
+    if args.check and args.verification != "identity" and not params.is_greedy:
+        raise ValueError(
+            "--check compares tokens, and --verification rejection keeps but their law: leave one of them out"
+        )
+    llm = options.load_llm(args, args.strategy, args.verification)
     prompts: list[Any] = [options.token_ids(llm, row, args.raw) for row in rows]
     if len(rows) == args.n == 1 and args.output is None:
         outputs = [_stream(llm, prompts[0], params)]

@@ -50,7 +50,7 @@ def policy_of(args: argparse.Namespace) -> Policy:
     return Policy(num_draft_tokens=args.num_draft_tokens, window=args.window, inner_rounds=args.inner_rounds)
 
 
-def load_llm(args: argparse.Namespace, strategy: str) -> LLM:
+def load_llm(args: argparse.Namespace, strategy: str, verification: str = "identity") -> LLM:
     from infer.llm import LLM
 
     return LLM(
@@ -69,54 +69,23 @@ def load_llm(args: argparse.Namespace, strategy: str) -> LLM:
         num_draft_tokens=args.num_draft_tokens,
         window=args.window,
         inner_rounds=args.inner_rounds,
+        verification=verification,
     )
 
 
-# ---- how tokens are picked ----
+# ---- what is decoded, and in which ways ----
 
 
-def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--max-tokens", type=int, default=128, help="most new tokens per prompt (default 128)")
-    parser.add_argument("--min-tokens", type=int, default=0, help="tokens before the text may end")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--top-k", type=int, default=0)
-    parser.add_argument("--min-p", type=float, default=0.0, help="least share of the largest probability")
-    parser.add_argument("--presence-penalty", type=float, default=0.0, help="on tokens that were generated")
-    parser.add_argument("--frequency-penalty", type=float, default=0.0, help="for every time one was generated")
-    parser.add_argument("--repetition-penalty", type=float, default=1.0, help="on tokens of the prompt and the text")
-    parser.add_argument("--bad-word", action="append", help="never generate this; may be given several times")
-    parser.add_argument("--seed", type=int, help="makes sampling repeatable")
-    parser.add_argument("--stop", action="append", help="end at this text; may be given several times")
-    parser.add_argument("--ignore-eos", action="store_true")
-
-
-def sampling_params(args: argparse.Namespace) -> SamplingParams:
+def is_plain(params: SamplingParams) -> bool:
+    """Whether a peer can do the same: greedy, with nothing asked for but a length."""
     from infer.params import SamplingParams
 
-    return SamplingParams(
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        seed=args.seed,
-        min_p=args.min_p,
-        presence_penalty=args.presence_penalty,
-        frequency_penalty=args.frequency_penalty,
-        repetition_penalty=args.repetition_penalty,
-        bad_words=args.bad_word,
-        max_tokens=args.max_tokens,
-        min_tokens=args.min_tokens,
-        stop=args.stop,
-        ignore_eos=args.ignore_eos,
-    )
+    return params == SamplingParams(temperature=0, max_tokens=params.max_tokens, seed=params.seed)
 
 
 def need_seed(params: SamplingParams, flag: str) -> None:
     if not params.is_greedy and params.seed is None:
         raise ValueError(f"{flag} compares sampled text only under --seed: without one every run draws its own")
-
-
-# ---- what is decoded, and in which ways ----
 
 
 def add_comparison_options(parser: argparse.ArgumentParser, *, needs_prompts: bool = True) -> None:

@@ -140,3 +140,16 @@ def test_options_that_make_no_sense_are_refused(
 def test_help_needs_no_torch() -> None:
     program = "import sys, infer.cli; infer.cli._parser(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
+
+
+def test_the_rejection_rule_runs_beside_the_identity_rule(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=8, ignore_eos=True)
+    results = run_bench(llm, PROMPTS, strategies=("layerskip",), batch_sizes=(1,), params=params, policy=Policy(),
+                        verifications=("identity", "rejection"))  # fmt: skip
+    rows = summary(results)
+    assert [(row["strategy"], row["verification"]) for row in rows] == [
+        ("autoregressive", None), ("layerskip", "identity"), ("layerskip", "rejection")
+    ]  # fmt: skip
+    assert rows[1]["num_identical"] == 3  # the other has the law alone
+    assert set(rows[2]["mean_acceptance_length"]) == {"target"}
+    assert llm.verification == "identity"

@@ -146,7 +146,7 @@ def test_command_prints_a_line_each_and_refuses_what_it_cannot_compare(artifact:
     assert len(lines) == 5 and all("2 of 2 texts identical" in line for line in lines)
     for options, reason in (
         (["--temperature", "0.8"], "only under --seed"),
-        (["--temperature", "0.8", "--seed", "1", "--peer-model", "x"], "leave --temperature out"),
+        (["--temperature", "0.8", "--seed", "1", "--peer-model", "x"], "leave out all but --max-tokens"),
         (["--num-prompts", "0"], "--num-prompts=0"),
         (["--batch-sizes", "1,x"], "whole numbers"),
         (["--batch-sizes", "0"], "at least 1"),

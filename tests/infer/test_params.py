@@ -44,8 +44,7 @@ def test_bad_values_are_refused_by_the_name_of_their_field(field, value):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("structured_outputs", {"json": {}}), ("truncate_prompt_tokens", 5),
-        ("spaces_between_special_tokens", False),
+        ("truncate_prompt_tokens", 5), ("spaces_between_special_tokens", False),
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused_and_never_ignored(field, value):
