@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from train.data import Encoder
+from train.formats import Encoder
 from train.generate import GenerateOptions, generate, parse_options
 
 

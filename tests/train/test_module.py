@@ -7,8 +7,9 @@ import torch
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
+from train.batches import collate
 from train.chat import Encoded
-from train.data import DistillationDataModule, collate
+from train.data import DistillationDataModule
 from train.heads import ExitConfig
 from train.module import EarlyExitModule
 
