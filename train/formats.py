@@ -60,7 +60,7 @@ class Encoder:
         if "token_ids" in row:
             return None
         if "messages" in row or "conversations" in row:
-            return _turns(row)
+            return conversation(row)
         if ("prompt" in row or "response" in row) and self.tokenizer.chat_template is not None:
             prompt, response = _text(row, "prompt"), _text(row, "response")
             return [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
@@ -107,7 +107,8 @@ def _present(content: Any) -> dict[str, Any]:
     return present
 
 
-def _turns(row: Mapping[str, Any]) -> list[Message]:
+def conversation(row: Mapping[str, Any]) -> list[Message]:
+    """The turns under `messages` or `conversations` in the names that templates know, a `system` beside them first."""
     key = "messages" if "messages" in row else "conversations"
     turns = row[key]
     if not isinstance(turns, list) or not turns:
