@@ -124,12 +124,13 @@ def run_lightning(argv: Sequence[str]) -> int:
 
 
 def run_lint(argv: Sequence[str]) -> int:
-    """`lint`: what `fit` prints before its first step."""
+    """`lint`: what `fit` prints before its first step, with all bad rows; 2 if `fit` would stop for one."""
     _quieten()
     cli = make_cli(argv, run=False)
+    stops, cli.datamodule.on_bad_row = cli.datamodule.on_bad_row == "fail", "skip"
     cli.datamodule.setup("fit")
-    show_lint(cli)
-    return 0
+    show_lint(cli, num_bad=None)
+    return 2 if stops and any(lint.bad for lint in cli.datamodule.lints) else 0
 
 
 def _quieten() -> None:
@@ -139,7 +140,7 @@ def _quieten() -> None:
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda record: "💡" not in record.getMessage())
 
 
-def show_lint(cli: Any) -> None:
+def show_lint(cli: Any, num_bad: int | None = 5) -> None:
     """Print what there is to say about the rows that the data module has read; on the first rank only."""
     from lightning.pytorch.utilities import rank_zero_only
     from rich.console import Console
@@ -151,7 +152,7 @@ def show_lint(cli: Any) -> None:
     if rank_zero_only.rank != 0:
         return
     console, data = Console(highlight=False, soft_wrap=True), cli.datamodule
-    show(console, data.lints, data.encoder, data.train_rows[0])
+    show(console, data.lints, data.encoder, data.train_rows[0], num_bad)
     found = surprise(cli.model.model.place(cli.trainer.strategy.root_device), data.train_rows)
     console.print(Text(str(found), "bold red" if found.is_foreign else ""))
 

@@ -71,7 +71,7 @@ class Lint:
     def notes(self) -> list[str]:
         """What is no mistake by itself, but seldom meant."""
         turns, rewritten, merged = self.answers
-        told = [f"bad: {problem}" for problem in self.bad]
+        told = []
         if self.num_labels_cut > 0.1 * (self.num_labels + self.num_labels_cut):
             told.append(f"data.max_length={self.max_length} cuts away {self.num_labels_cut} labels; raise it")
         if self.num_all_labels:
@@ -167,10 +167,16 @@ def _letters(text: str) -> str:
     return "".join(unicodedata.normalize("NFKC", text).split())
 
 
-def show(console: Console, lints: Sequence[Lint], encoder: Encoder, sample: Encoded) -> None:
-    """Print counts, notes and one row, the tokens that carry loss in another colour."""
+def show(
+    console: Console, lints: Sequence[Lint], encoder: Encoder, sample: Encoded, num_bad: int | None = None
+) -> None:
+    """Print counts, bad rows (the first `num_bad`, or all), notes and one row, in green what carries loss."""
     for lint in lints:
         console.print(Text(str(lint)))
+        for problem in lint.bad[:num_bad]:
+            console.print(Text(f"  bad: {problem}", style="red"))
+        if len(lint.bad) > len(lint.bad[:num_bad]):
+            console.print(Text(f"  … {len(lint.bad)} in all; `python -m train lint` lists them", style="red"))
         for note in lint.notes():
             console.print(Text(f"  note: {note}", style="yellow"))
     console.print(Text.assemble("one row, as the base reads it; what carries loss is ", ("⟦green⟧", "green"), ":"))

@@ -64,9 +64,19 @@ def test_fit_prints_the_lint_first_and_bad_rows_stop_it(config, tmp_path, capsys
     assert "rows.jsonl, line 7: the key 'text' stands twice" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
     with pytest.warns(UserWarning, match="1 of 7"):
-        assert main(["fit", "--config", str(config), "--data.on_bad_row", "skip"]) == 0
+        assert main(["fit", "--config", str(config), "--data.on_bad_row", "skip", "--data.packing", "true"]) == 0
     out = capsys.readouterr().out
-    assert "training: 7 rows, 6 used, 1 bad" in out and "note: bad: " in out
+    assert "training: 7 rows, 6 used, 1 bad" in out and "bad: " in out
+
+
+def test_lint_lists_every_bad_row_and_says_by_its_exit_code_that_fit_would_stop(config, tmp_path, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(rows.read_text() + "{}\n" * 9)
+    with pytest.warns(UserWarning, match="9 of 15"):
+        assert main(["lint", "--config", str(config)]) == 2
+        assert "rows.jsonl, line 15: expected an object" in capsys.readouterr().out
+        assert main(["lint", "--config", str(config), "--data.on_bad_row", "skip"]) == 0
+    assert capsys.readouterr().out.count("  bad: ") == 18  # training and held-out are the same file
 
 
 @pytest.mark.parametrize(

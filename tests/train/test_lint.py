@@ -54,6 +54,14 @@ def test_a_mask_that_is_wrong_anywhere_is_refused(encoder):
             pytest.fail(name)
 
 
+def test_a_label_behind_the_last_answer_is_refused(encoder):
+    row = {"messages": [*TURNS, {"role": "user", "content": "Know?"}]}
+    right = encoder(row)
+    assert check_row(encoder, row, right) == Answers(2)
+    with pytest.raises(ValueError, match="carries loss and is no assistant's turn"):
+        check_row(encoder, row, Encoded(right.token_ids, [*right.loss_mask[:-1], True]))
+
+
 def test_a_second_bos_at_serving_is_found():
     tokenizer = LLAMA3.tokenizer()
     encoder = Encoder(tokenizer, [tokenizer.eos_token_id], len(tokenizer))
