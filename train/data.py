@@ -119,6 +119,12 @@ class DistillationDataModule(LightningDataModule):
                 f"without one within data.max_length={self.max_length}. Give more rows, raise max_length, or set "
                 "data.val_files"
             )
+        longest, limit = max(len(row.token_ids) for row in encoded), self.encoder.max_positions
+        if limit is not None and longest > limit:  # OPT would fail inside, a RoPE model train on places it never knew
+            raise ValueError(
+                f"data.max_length={self.max_length} leaves a {lint.kind} row of {longest} tokens, but the base has "
+                f"{limit} positions (max_position_embeddings): set max_length to that or less"
+            )
         self.lints.append(lint)
         return encoded
 

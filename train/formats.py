@@ -36,10 +36,17 @@ _EXPECTED = "messages, conversations, prompt and response, text, or token_ids an
 class Encoder:
     """Rows → token ids with a loss mask; ValueError with the reason for a row that can't be used."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Sequence[int], vocab_size: int) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        eos_token_ids: Sequence[int],
+        vocab_size: int,
+        max_positions: int | None = None,  # that the base was made for; None: any
+    ) -> None:
         self.tokenizer = tokenizer
         self.eos_token_ids = eos_token_ids
         self.vocab_size = vocab_size
+        self.max_positions = max_positions
 
     def __call__(self, content: Any) -> Encoded:
         row = _present(content)
@@ -92,7 +99,8 @@ def make_encoder(base: str, revision: str | None = None) -> Encoder:
     generation_config = None
     with suppress(OSError):  # a base without generation_config.json
         generation_config = GenerationConfig.from_pretrained(source, revision=revision)
-    return Encoder(tokenizer, ending_ids(config, generation_config), config.vocab_size)
+    max_positions = getattr(config, "max_position_embeddings", None)
+    return Encoder(tokenizer, ending_ids(config, generation_config), config.vocab_size, max_positions)
 
 
 def _present(content: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 
-from tests.train.conftest import END
+from tests.train.conftest import END, save_base
 from train.batches import collate
 from train.data import DistillationDataModule
 
@@ -48,6 +48,15 @@ def test_when_no_label_is_left_anywhere_the_error_says_so(base_folder, tmp_path)
         pytest.raises(ValueError, match=r"no training row carries a label.*max_length=40"),
     ):
         data.setup("fit")
+
+
+def test_rows_longer_than_the_bases_positions_are_refused(tmp_path, tiny_model):
+    folder = save_base(tmp_path / "short", tiny_model, "llama", max_position_embeddings=16)
+    with pytest.raises(ValueError, match=r"max_length=512 leaves a training row of \d+ tokens.* has 16 positions"):
+        module(folder, [chat("a" * 9, "b")], tmp_path).setup("fit")
+    cut = module(folder, [chat("a", "b" * 20)], tmp_path, val=[{"text": "so slow"}], max_length=16)
+    cut.setup("fit")
+    assert len(cut.train_rows[0].token_ids) == 16
 
 
 BAD = [
