@@ -1,8 +1,9 @@
 """Conversations and texts as token ids with a loss mask, through the base's own tokenizer and chat template.
 
-Stock templates mark no assistant spans, so spans are found in the rendered string: render once as it is and once with
-the turn's content replaced by a marker; where the two differ is the answer. The whole is tokenised once, and a token
-that straddles the seam counts as answer. This file knows nothing of files, batches or models.
+Stock templates mark no assistant spans, so spans are found in rendered strings. An answer begins where the prompt ends
+that serving renders for it (with the generation prompt), and ends where a rendering with the answer's content replaced
+by a marker goes on after the marker. The whole is tokenised once, and a token that straddles the seam counts as answer.
+This file knows nothing of files, batches or models.
 """
 
 # Shape legend: T tokens of one row
@@ -74,12 +75,18 @@ def encode_messages(
 ) -> Encoded:
     """Assistant turns carry loss, the EOS that closes each included.
 
+    A turn that the template writes otherwise once others follow (Qwen3 takes the reasoning out) carries none: the base
+    never wrote it so.
+
     Args:
         complete: False for a last answer that was cut short: the row ends with its last token, without EOS.
     """
     check_messages(list(messages))
     text = render(tokenizer, messages)
-    spans = [_answer_span(tokenizer, messages, n, text) for n, m in enumerate(messages) if m["role"] == "assistant"]
+    answers = [n for n, m in enumerate(messages) if m["role"] == "assistant" and m["content"].strip()]
+    spans = [span for n in answers if (span := _answer_span(tokenizer, messages, n, text)) is not None]
+    if not spans:
+        raise ValueError("the chat template rewrites every assistant turn once others follow: end the row with one")
     if not complete:
         text = text[: spans[-1][1]]
     encoded = _encode_spans(tokenizer, text, spans)
@@ -101,17 +108,32 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, prompt: str = "",
     return Encoded(token_ids, mask)
 
 
+def serving_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
+    """What serving gives to the base for the answer to `messages`; empty when nothing was asked."""
+    return render(tokenizer, messages, open_answer=True) if messages else ""
+
+
 def _answer_span(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], number: int, text: str
-) -> tuple[int, int]:
-    """Where in `text` the content of turn `number` stands: [start, end) in characters."""
-    probe = [{**m, "content": MARKER} if n == number else m for n, m in enumerate(messages)]
-    before, found, after = render(tokenizer, probe).partition(MARKER)
+) -> tuple[int, int] | None:
+    """Where in `text` the answer of turn `number` stands, [start, end) in characters; None if it stands rewritten."""
+    turn, asked = messages[number], messages[:number]
+    answered = text if number == len(messages) - 1 else render(tokenizer, messages[: number + 1])
+    before, found, after = render(tokenizer, [*asked, {**turn, "content": MARKER}]).partition(MARKER)
     if not found:
         raise ValueError(f"the chat template drops messages[{number}], an assistant turn: nothing of it can carry loss")
-    # A template may read the content (Qwen3 splits off its reasoning): then the answer begins where the two part
-    start = _num_shared(text, before)
-    return start, len(text) - _num_shared(text[start:][::-1], after[::-1])
+    prompt = serving_prompt(tokenizer, asked)
+    if not answered.startswith(prompt):
+        if number < len(messages) - 1:
+            return None
+        raise ValueError(
+            f"the chat template writes messages[{number}] otherwise than serving asks for it: the prompt there ends "
+            f"{prompt[-40:]!r}. Let `python -m train generate` write the rows, which keeps the tokens"
+        )
+    # Without a prompt (a first turn of the assistant's) the answer begins where it parts from the marker's rendering
+    start = len(prompt) if asked else _num_shared(answered, before)
+    end = len(answered) - _num_shared(answered[start:][::-1], after[::-1])
+    return (start, end) if text.startswith(answered[:end]) else None
 
 
 def _num_shared(a: str, b: str) -> int:

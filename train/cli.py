@@ -22,12 +22,13 @@ usage: python -m train COMMAND --config FILE [options]
 Train early exits over a frozen base model.
 
 commands:
-  fit        train the exits; leaves checkpoints and the folder heads/ under trainer.default_root_dir
+  lint       look at the training text: counts, masks against serving's prompts, one row in colour, whose text it is
+  fit        the same, then train the exits; leaves checkpoints and the folder heads/ under trainer.default_root_dir
   validate   loss, agreement and acceptance length of every exit on held-out text
   test       the same, logged as test/…
   generate   make training text with the base model itself (resumable)
 
-common options of fit, validate and test (each key of the config is one: --section.key VALUE):
+common options of lint, fit, validate and test (each key of the config is one: --section.key VALUE):
   --config FILE              e.g. configs/smollm2-135m.yaml
   --ckpt_path FILE           resume a run: heads, optimizer and progress, e.g. runs/smollm2-135m/last.ckpt
   --model.warm_start DIR     begin with the weights of a folder heads/, and nothing else
@@ -51,7 +52,7 @@ _NOISE = (
 )
 
 LIGHTNING_COMMANDS = ("fit", "validate", "test")
-COMMANDS = (*LIGHTNING_COMMANDS, "generate")
+COMMANDS = ("lint", *LIGHTNING_COMMANDS, "generate")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,6 +77,8 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
         from train.generate import main as generate_main
 
         return generate_main
+    if name == "lint":
+        return run_lint
     if name in LIGHTNING_COMMANDS:
         return lambda argv: run_lightning([name, *argv])
     raise ValueError(f"{name!r} is no command; expected one of {', '.join(COMMANDS)}")
@@ -115,12 +118,43 @@ def _hint(message: str) -> str:
 
 def run_lightning(argv: Sequence[str]) -> int:
     """`fit`, `validate` or `test`."""
+    _quieten()
+    make_cli(argv)
+    return 0
+
+
+def run_lint(argv: Sequence[str]) -> int:
+    """`lint`: what `fit` prints before its first step, with all bad rows; 2 if `fit` would stop for one."""
+    _quieten()
+    cli = make_cli(argv, run=False)
+    stops, cli.datamodule.on_bad_row = cli.datamodule.on_bad_row == "fail", "skip"
+    cli.datamodule.setup("fit")
+    show_lint(cli, num_bad=None)
+    return 2 if stops and any(lint.bad for lint in cli.datamodule.lints) else 0
+
+
+def _quieten() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for noise in _NOISE:
         warnings.filterwarnings("ignore", message=noise)
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda record: "💡" not in record.getMessage())
-    make_cli(argv)
-    return 0
+
+
+def show_lint(cli: Any, num_bad: int | None = 5) -> None:
+    """Print what there is to say about the rows that the data module has read; on the first rank only."""
+    from lightning.pytorch.utilities import rank_zero_only
+    from rich.console import Console
+    from rich.text import Text
+
+    from train.authorship import surprise
+    from train.lint import show
+
+    if rank_zero_only.rank != 0:
+        return
+    console, data = Console(highlight=False, soft_wrap=True), cli.datamodule
+    show(console, data.lints, data.encoder, data.train_rows[0], num_bad)
+    found = surprise(cli.model.model.place(cli.trainer.strategy.root_device), data.train_rows)
+    console.print(Text(str(found), "bold red" if found.is_foreign else ""))
 
 
 def make_cli(argv: Sequence[str], run: bool = True) -> Any:
@@ -144,8 +178,12 @@ def make_cli(argv: Sequence[str], run: bool = True) -> Any:
 
         def before_fit(self) -> None:
             self.datamodule.setup("fit")  # bad rows are told before anything is written
+            show_lint(self)
 
-        before_validate = before_test = before_fit
+        def before_validate(self) -> None:
+            self.datamodule.setup("validate")
+
+        before_test = before_validate
 
         def _parse_ckpt_path(self) -> None:
             """Lightning would let a checkpoint's stored hyper-parameters override the command line: only look at it."""

@@ -144,14 +144,28 @@ def dense_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    visible: Tensor | None = None,  # [B, 1, T, T] bool from `row_mask`, for packed rows
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention without padding mask: batches are padded on the right, where causality hides the padding."""
     grouped = query.shape[1] != key.shape[1]
     out = F.scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=grouped
+        query,
+        key,
+        value,
+        attn_mask=visible,
+        is_causal=visible is None,
+        scale=scaling,
+        dropout_p=dropout,
+        enable_gqa=grouped,
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+def row_mask(positions: Tensor) -> Tensor:
+    """positions [B, T], 0 where a packed row begins → [B, 1, T, T] bool: a token sees its own row up to itself."""
+    rows = (positions == 0).cumsum(dim=-1)
+    return (rows.unsqueeze(-1) == rows.unsqueeze(-2)).tril().unsqueeze(1)
 
 
 AttentionInterface.register(DENSE_ATTENTION, dense_attention)

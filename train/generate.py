@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import yaml
 
-from train.chat import Encoded, check_turns, encode_messages, open_user_turn, render
+from train.chat import Encoded, encode_messages, open_user_turn, render
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,8 +142,9 @@ class Author:
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         if self.has_template:
             return self.encode(render(self.tokenizer, prompt.messages, open_answer=True))
+        served = list(self.tokenizer(prompt.text)["input_ids"])  # as `infer` does it, with BOS where that puts one
         bos = self.tokenizer.bos_token_id
-        return ([] if bos is None else [bos]) + self.encode(prompt.text)
+        return served or ([] if bos is None else [bos])
 
     def row(self, prompt: Prompt, head: Sequence[int], tail: Sequence[int]) -> dict[str, Any]:
         """The row to write: `messages` if they stand for exactly these tokens, else the tokens."""
@@ -262,10 +263,11 @@ def read_prompts(options: GenerateOptions, has_template: bool) -> list[Prompt]:
 
 def _prompt(index: int, row: Any, has_template: bool) -> Prompt:
     if not isinstance(row, dict):
-        raise ValueError("expected an object with prompt, turns or messages")
-    if isinstance(row.get("messages"), list) and has_template:
-        messages = row["messages"]
-        check_turns(messages)
+        raise ValueError("expected an object with prompt, turns, messages or conversations")
+    if has_template and (isinstance(row.get("messages"), list) or isinstance(row.get("conversations"), list)):
+        from train.formats import conversation  # with torch, which --help should not pay
+
+        messages = conversation(row)
         while messages and messages[-1]["role"] == "assistant":
             messages = messages[:-1]  # the base writes its own answer
         if not messages:
@@ -273,7 +275,9 @@ def _prompt(index: int, row: Any, has_template: bool) -> Prompt:
         return Prompt(index, messages=tuple(messages))
     text = row.get("prompt", (row.get("turns") or [None])[0] if isinstance(row.get("turns"), list) else None)
     if not isinstance(text, str) or not text.strip():
-        raise ValueError("expected a text `prompt`, a list `turns`" + (" or `messages`" if has_template else ""))
+        raise ValueError(
+            "expected a text `prompt`, a list `turns`" + (", `messages` or `conversations`" if has_template else "")
+        )
     return Prompt(index, messages=({"role": "user", "content": text},)) if has_template else Prompt(index, text=text)
 
 
@@ -290,7 +294,9 @@ def parse_options(argv: Sequence[str]) -> GenerateOptions:
     parser.add_argument("--revision", help="a hub id's revision")
     parser.add_argument("--output", type=Path, required=True, help="JSONL file; a second run goes on where it ends")
     parser.add_argument(
-        "--prompts", type=Path, help="JSONL with prompt, turns or messages; default: the base asks itself"
+        "--prompts",
+        type=Path,
+        help="JSONL with prompt, turns, messages or conversations; default: the base asks itself",
     )
     parser.add_argument("--num_samples", type=int, help="rows to write (with --prompts: the first so many)")
     parser.add_argument(

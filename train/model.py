@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from train.base_model import base_fingerprint, ending_ids
-from train.family import DENSE_ATTENTION, Family
+from train.family import DENSE_ATTENTION, Family, row_mask
 from train.heads import ExitConfig, ExitHead, check_draft_vocab, check_exits, exit_configs
 from train.whole_folder import whole_folder
 
@@ -84,26 +84,35 @@ class EarlyExitModel(nn.Module):
         """Exits that ask for a trimmed vocabulary and have none yet."""
         return [e for e in self.exits if e.vocab_size is not None and e.name not in self.draft_vocabs]
 
-    def forward(self, token_ids: Tensor) -> ExitOutputs:
-        """token_ids [B, T] int64, padded on the right (causality hides the padding) → states of target and exits."""
+    def forward(self, token_ids: Tensor, positions: Tensor | None = None) -> ExitOutputs:
+        """The states of target and exits.
+
+        Args:
+            token_ids: [B, T] int64, padded on the right (causality hides the padding).
+            positions: [B, T] int64 for packed rows, 0 where each begins: attention stays within a row, in the base's
+                layers and in the exits' own. None: every row begins at column 0.
+        """
         family = self.family
         family.use_attention(DENSE_ATTENTION)
-        if family.sliding_window is not None and token_ids.shape[1] > family.sliding_window:
+        longest = token_ids.shape[1] if positions is None or family.sliding_window is None else int(positions.max()) + 1
+        if family.sliding_window is not None and longest > family.sliding_window:
             raise ValueError(
-                f"a sequence of {token_ids.shape[1]} tokens is longer than the base's sliding window of "
+                f"a sequence of {longest} tokens is longer than the base's sliding window of "
                 f"{family.sliding_window}; set data.max_length to that or less"
             )
-        positions = torch.arange(token_ids.shape[1], device=token_ids.device).expand_as(token_ids)
+        attention = {} if positions is None else {"visible": row_mask(positions)}
+        if positions is None:
+            positions = torch.arange(token_ids.shape[1], device=token_ids.device).expand_as(token_ids)
         states = {}
         with torch.no_grad():
             hidden, depth = family.embed(token_ids, positions), 0
             for exit_ in self.exits:
-                hidden = family.run_layers(hidden, positions, depth, exit_.layer)
+                hidden = family.run_layers(hidden, positions, depth, exit_.layer, **attention)
                 depth = exit_.layer
                 states[exit_.name] = hidden
-            hidden = family.run_layers(hidden, positions, depth, family.num_layers)
+            hidden = family.run_layers(hidden, positions, depth, family.num_layers, **attention)
             target = family.project_out(family.final_norm()(hidden))
-        return ExitOutputs(target, {name: self.heads[name](h, positions) for name, h in states.items()})
+        return ExitOutputs(target, {name: self.heads[name](h, positions, **attention) for name, h in states.items()})
 
     def unembed(self, states: Tensor) -> Tensor:
         """[.., E] → the whole vocabulary's logits [.., V]."""

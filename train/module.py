@@ -14,8 +14,8 @@ from torch import Tensor
 
 from train.acceptance import Acceptance
 from train.base_model import load_base
+from train.batches import Batch
 from train.checkpoint import check_record, checkpoints_for, record_of
-from train.data import Batch
 from train.heads import ExitConfig, choose_draft_vocab
 from train.losses import kl_sum, top_ids
 from train.model import EarlyExitModel
@@ -174,7 +174,7 @@ class EarlyExitModule(LightningModule):
 
     def labels(self, batch: Batch) -> Labels:
         """The states that predict the batch's labels; the label at t is predicted at t − 1."""
-        outputs = self.model(batch.token_ids)
+        outputs = self.model(batch.token_ids, batch.positions)
         mask = batch.loss_mask[:, 1:]
         begins = mask & ~batch.loss_mask[:, :-1]
         pick = {name: states[:, :-1][mask] for name, states in outputs.exits.items()}

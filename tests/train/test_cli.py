@@ -47,6 +47,38 @@ def test_fit_twice_then_resume_and_validate(config, tmp_path, capsys):
     assert "acceptance_length" in capsys.readouterr().out
 
 
+def test_lint_prints_counts_a_sample_and_whose_text_it_is_and_trains_nothing(config, tmp_path, capsys):
+    assert main(["lint", "--config", str(config), "--data.max_length", "15"]) == 0
+    out = capsys.readouterr().out
+    assert "training: 6 rows, 6 used, 0 bad" in out and "held-out: 6 rows" in out and "6 cut at 15 tokens" in out
+    assert "<|im_start|>assistant\n⟦so" in out and "first choice" in out
+    assert not (tmp_path / "run").exists()
+    assert main(["lint", "--config", str(config), "--data.max_lenght", "12"]) == 2
+    assert "Did you mean data.max_length" in capsys.readouterr().err
+
+
+def test_fit_prints_the_lint_first_and_bad_rows_stop_it(config, tmp_path, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(rows.read_text() + '{"text": "a", "text": "b"}\n')
+    assert main(["fit", "--config", str(config)]) == 2
+    assert "rows.jsonl, line 7: the key 'text' stands twice" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    with pytest.warns(UserWarning, match="1 of 7"):
+        assert main(["fit", "--config", str(config), "--data.on_bad_row", "skip", "--data.packing", "true"]) == 0
+    out = capsys.readouterr().out
+    assert "training: 7 rows, 6 used, 1 bad" in out and "bad: " in out
+
+
+def test_lint_lists_every_bad_row_and_says_by_its_exit_code_that_fit_would_stop(config, tmp_path, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(rows.read_text() + "{}\n" * 9)
+    with pytest.warns(UserWarning, match="9 of 15"):
+        assert main(["lint", "--config", str(config)]) == 2
+        assert "rows.jsonl, line 15: expected an object" in capsys.readouterr().out
+        assert main(["lint", "--config", str(config), "--data.on_bad_row", "skip"]) == 0
+    assert capsys.readouterr().out.count("  bad: ") == 18  # training and held-out are the same file
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -60,6 +92,7 @@ def test_fit_twice_then_resume_and_validate(config, tmp_path, capsys):
         (["--model.exits", '[{"name": "draft", "layer": 1, "head": "deep"}]'], ["head", "native", "deep"]),
         (["--trainer.devices", "two"], ["trainer", "two"]),
         (["--data.train_files", "nowhere.jsonl"], ["nowhere.jsonl"]),
+        (["--data.num_workers", "-1"], ["data.num_workers=-1"]),
         (["--ckpt_path", "nowhere.ckpt"], ["nowhere.ckpt"]),
     ],
 )

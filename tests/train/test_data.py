@@ -3,9 +3,9 @@ import json
 import pytest
 import torch
 
-from tests.train.conftest import END
-from train.chat import Encoded
-from train.data import DistillationDataModule, bucket, collate
+from tests.train.conftest import END, save_base
+from train.batches import collate
+from train.data import DistillationDataModule
 
 
 def write(path, rows):
@@ -50,6 +50,15 @@ def test_when_no_label_is_left_anywhere_the_error_says_so(base_folder, tmp_path)
         data.setup("fit")
 
 
+def test_rows_longer_than_the_bases_positions_are_refused(tmp_path, tiny_model):
+    folder = save_base(tmp_path / "short", tiny_model, "llama", max_position_embeddings=16)
+    with pytest.raises(ValueError, match=r"max_length=512 leaves a training row of \d+ tokens.* has 16 positions"):
+        module(folder, [chat("a" * 9, "b")], tmp_path).setup("fit")
+    cut = module(folder, [chat("a", "b" * 20)], tmp_path, val=[{"text": "so slow"}], max_length=16)
+    cut.setup("fit")
+    assert len(cut.train_rows[0].token_ids) == 16
+
+
 BAD = [
     ("{broken", "not JSON"),
     ([1], "expected an object"),
@@ -66,7 +75,7 @@ BAD = [
 @pytest.mark.parametrize(("row", "reason"), BAD)
 def test_a_bad_row_is_told_with_file_row_and_reason(base_folder, tmp_path, row, reason):
     data = module(base_folder, [chat("a", "b"), "", row], tmp_path)
-    with pytest.raises(ValueError, match=rf"1 of 2 training rows.*train.jsonl, row 3: .*{reason}"):
+    with pytest.raises(ValueError, match=rf"1 of 2 training rows.*train.jsonl, line 3: .*{reason}"):
         data.setup("fit")
 
 
@@ -111,13 +120,6 @@ def test_held_out_rows_are_the_same_in_every_run_and_not_trained_on(base_folder,
     assert first.val_rows == second.val_rows
     assert len(first.val_rows) + len(first.train_rows) == 40
     assert not {tuple(r.token_ids) for r in first.val_rows} & {tuple(r.token_ids) for r in first.train_rows}
-
-
-def test_buckets_hold_every_row_once():
-    rows = [Encoded(list(range(n)), [True] * n) for n in range(2, 25)]
-    batches = bucket(rows, 4, seed=0)
-    assert sorted(len(r.token_ids) for b in batches for r in b) == list(range(2, 25))
-    assert all(max(len(r.token_ids) for r in b) - min(len(r.token_ids) for r in b) < 4 for b in batches)
 
 
 def test_label_counts_count_labels_only(base_folder, tmp_path):

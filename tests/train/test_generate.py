@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from train.data import Encoder
+from train.formats import Encoder
 from train.generate import GenerateOptions, generate, parse_options
 
 
@@ -52,6 +52,28 @@ def test_a_base_without_template_continues_from_bos(plain_folder, tmp_path):
     assert counts.written > 0
     for row in rows(made):
         assert row["token_ids"][0] == 1 and row["loss_mask"] == [0] + [1] * (len(row["token_ids"]) - 1)
+
+
+def test_a_base_without_template_gets_the_prompt_as_serving_tokenises_it(plain_folder, tmp_path, tokenizer):
+    made = options(plain_folder, tmp_path, prompts=prompts(tmp_path, ['{"prompt": "The snow"}'] * 3))
+    generate(made)
+    served = tokenizer("The snow")["input_ids"]
+    assert rows(made)
+    for row in rows(made):
+        start = row["loss_mask"].index(1)
+        assert row["token_ids"][:start] == served
+
+
+def test_questions_of_sharegpt_rows_are_answered_anew(base_folder, tokenizer, tmp_path):
+    turns = [{"from": "human", "value": "The snow"}, {"from": "gpt", "value": "another author's"}]
+    line = json.dumps({"conversations": turns, "system": "So slow"})
+    made = options(base_folder, tmp_path, prompts=prompts(tmp_path, [line] * 3))
+    generate(made)
+    assert rows(made)
+    for row in rows(made):
+        text = tokenizer.decode(Encoder(tokenizer, [2], 320)(row).token_ids)
+        asked = "<|im_start|>system\nSo slow<|im_end|>\n<|im_start|>user\nThe snow<|im_end|>\n<|im_start|>assistant\n"
+        assert text.startswith(asked) and "another" not in text
 
 
 def test_too_long_prompts_are_skipped(base_folder, tmp_path):

@@ -7,8 +7,9 @@ import torch
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
+from train.batches import collate, collate_packed
 from train.chat import Encoded
-from train.data import DistillationDataModule, collate
+from train.data import DistillationDataModule
 from train.heads import ExitConfig
 from train.module import EarlyExitModule
 
@@ -32,7 +33,7 @@ def trainer(root, **options):
 
 
 def test_a_token_weighs_the_same_in_one_batch_and_over_accumulated_ones(base_folder, tmp_path):
-    """B01: rows of 1 and 7 labels, accumulate 2 against batch 2."""
+    """B01: rows of 1 and 7 labels, accumulate 2 against batch 2, and both packed into one sequence."""
     exits = [ExitConfig(name="draft", layer=2, head="linear"), ExitConfig(name="intermediate", layer=4, head="layer")]
     torch.manual_seed(0)
     rows = [Encoded(torch.randint(3, 320, (9,)).tolist(), [False] * (9 - n) + [True] * n) for n in (1, 7)]
@@ -47,9 +48,11 @@ def test_a_token_weighs_the_same_in_one_batch_and_over_accumulated_ones(base_fol
 
     whole = heads_after_a_step([collate(rows)], 1)
     split = heads_after_a_step([collate([rows[0]]), collate([rows[1]])], 2)
+    packed = heads_after_a_step([collate_packed([rows])], 1)
     before = EarlyExitModule(str(base_folder), exits).model.heads.state_dict()
     for name in whole:
         torch.testing.assert_close(whole[name], split[name], atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(whole[name], packed[name], atol=1e-6, rtol=1e-6)
     for exit_ in ("draft.linear.weight", "intermediate.norm.weight"):
         assert not torch.equal(before[exit_], whole[exit_])
 
