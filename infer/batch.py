@@ -82,16 +82,21 @@ def make_query(
     lengths = [len(span) for span in spans]
     width = max(min_width, *lengths)
     num_blocks = -(-max([span.stop for span in spans]) // block_size)
-    positions, slots, ring = list[int](), list[int](), list[int]()
-    for row, span, length in zip(rows, spans, lengths, strict=True):
-        table, first_state, padding = row.block_table, row.ring * RING_SIZE, width - length
-        positions += span
-        slots += [table[p // block_size] * block_size + p % block_size for p in span]
-        ring += [first_state + p % RING_SIZE for p in span]
-        if padding:
-            positions += [-1] * padding
-            slots += [0] * padding
-            ring += [0] * padding
+    if width == 1:  # most calls: worth a path of their own
+        positions = [span.start for span in spans]
+        slots = [r.block_table[p // block_size] * block_size + p % block_size for r, p in zip(rows, positions)]
+        ring = [r.ring * RING_SIZE + p % RING_SIZE for r, p in zip(rows, positions)]
+    else:
+        positions, slots, ring = [], [], []
+        for row, span, length in zip(rows, spans, lengths, strict=True):
+            table, first_state, padding = row.block_table, row.ring * RING_SIZE, width - length
+            positions += span
+            slots += [table[p // block_size] * block_size + p % block_size for p in span]
+            ring += [first_state + p % RING_SIZE for p in span]
+            if padding:
+                positions += [-1] * padding
+                slots += [0] * padding
+                ring += [0] * padding
     batch, size = len(rows), len(rows) * width
     # One conversion and one transfer for all three. Each begins at an even place: kernels may count on 16 bytes.
     packed = array("q", positions)

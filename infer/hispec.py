@@ -101,18 +101,19 @@ class Round:
 
     def _has_room(self, row: Row, level: int) -> bool:
         """Whether the stage may append a token: every stage above it must still be able to append its own."""
-        if level == len(self.stages) - 1:
-            return True
         num_above = len(self.stages) - 1 - level
-        num_waiting = len(row) - row.num_committed
-        return num_waiting < self.stages[level].window and len(row) + 1 + num_above <= row.max_len
+        if num_above == 0:
+            return True
+        num_tokens = len(row.token_ids)
+        num_waiting = num_tokens - row.cursors[-1] - 1
+        return num_waiting < self.stages[level].window and num_tokens + 1 + num_above <= row.max_len
 
     def _judge(self, rows: list[Row], level: int) -> None:
         """Score what is new to the stage's tier, accept what it would have picked itself, append its own token."""
         tier = self.stages[level].tier
         starts = [row.cursors[tier] for row in rows]  # each row's proposals begin one position further
         logits = self.runner.score(rows, tier)  # [N, V]
-        counts = [len(row) - start for row, start in zip(rows, starts, strict=True)]
+        counts = [len(row.token_ids) - start for row, start in zip(rows, starts, strict=True)]
         if self._batch.rows != rows:
             self._batch = _Batch(rows, self.runner.device)
         processed = self._processed(logits, starts, counts, tier) if self._batch.has_rules else logits

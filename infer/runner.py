@@ -188,7 +188,7 @@ class Runner:
             hidden = self._call(trunk, x, query)
             self._rings[tier][query.ring] = hidden.flatten(0, 1)
         for row in rows:
-            row.cursors[tier] = len(row)
+            row.cursors[tier] = len(row.token_ids)
 
     def _exit_states(self, rows: Sequence[Row], tier: int, starts: list[int]) -> Tensor:
         """[N, E]: what the unembedding reads, for positions from `starts` to the rows' ends."""
@@ -213,7 +213,7 @@ class Runner:
                 [s - b for s, b in zip(starts, begins, strict=True)],
             )
             for row in rows:
-                row.exit_cursors[tier] = len(row)
+                row.exit_cursors[tier] = len(row.token_ids)
             return flat
         return _in_chunks(program[0], flat, program[1])
 
@@ -230,11 +230,11 @@ class Runner:
         before they are read, so that pieces in one call or in successive ones give the same.
         """
         limit = bitwise_range[1] if bitwise_range else None
-        todo, spans = list[Row](), list[range]()
-        for row, start in zip(rows, starts, strict=True):
-            for piece in cut(range(start, len(row.token_ids)), limit):
-                todo.append(row)
-                spans.append(piece)
+        todo, spans = list(rows), [range(start, len(row.token_ids)) for row, start in zip(rows, starts, strict=True)]
+        lengths = [len(span) for span in spans]
+        if min(lengths) == 0 or (limit is not None and max(lengths) > limit):
+            pieces = [(row, piece) for row, span in zip(rows, spans, strict=True) for piece in cut(span, limit)]
+            todo, spans = [row for row, _ in pieces], [piece for _, piece in pieces]
         runs = split_by_size(spans, limit)
         if len(runs) == 1:
             return [(todo, spans)]
