@@ -144,7 +144,7 @@ class Tiny:
             runs = with_graphs(runs, infos, self.manifest, max_num_seqs, capture)
         self.runner = runner_type(
             self.manifest, runs, infos, model.draft_vocabs,
-            num_blocks=num_blocks, max_num_seqs=max_num_seqs, dtype=torch.float32, device=DEVICE,
+            num_blocks=num_blocks, max_num_seqs=max_num_seqs, dtype=model.base.dtype, device=DEVICE,
             bitwise=bitwise,
         )  # fmt: skip
         stages = stages_of(strategy, policy or Policy(), self.manifest)

@@ -124,7 +124,10 @@ def test_command_shows_the_columns_that_were_asked_for(artifact: Path, prompts: 
         (["--temperatures", "0.3,x"], "must be numbers"),
         (["--temperatures", "0,0.7"], "only under --seed"),
         (["--temperatures", "-1"], "temperature=-1.0"),
-        (["--temperatures", "0,0.7", "--seed", "1", "--peers", "transformers", "--peer-model", "x"], "leave out all but"),
+        (
+            ["--temperatures", "0,0.7", "--seed", "1", "--peers", "transformers", "--peer-model", "x"],
+            "leave out all but",
+        ),
         (["--identity-cost", "--no-bitwise"], "leave out --no-bitwise"),
         (["--num-blocks", "1"], "num_blocks=1"),
         (["--max-num-prefill-tokens", "0"], "max_num_prefill_tokens=0"),
