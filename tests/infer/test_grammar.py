@@ -249,7 +249,7 @@ def test_only_eos_follows_the_end_under_ignore_eos(strategy):
 def test_a_row_without_a_token_to_pick_ends_by_itself_and_says_why(strategy, fields):
     tiny = engine(strategy)
     stuck, other = tiny.generate([PROMPTS[1], ROWS[2]], [params("choice", **fields), EACH[2]], [EOS])
-    assert (stuck.finish_reason, stuck.stop_reason) == ("abort", NOTHING_IN_GRAMMAR)
+    assert (stuck.finish_reason, stuck.stop_reason) == ("error", NOTHING_IN_GRAMMAR)
     whole = engine("autoregressive").generate([PROMPTS[1]], params("choice", **fields), [EOS])[0]
     assert stuck.token_ids == whole.token_ids and EOS not in stuck.token_ids
     assert other.token_ids == plain(2)
