@@ -17,13 +17,14 @@ from train.base_model import load_base
 from train.checkpoint import check_record, checkpoints_for, record_of
 from train.data import Batch
 from train.heads import ExitConfig, choose_draft_vocab
-from train.losses import kl_sum, top_ids
+from train.linear_loss import Judge, LossSum, Readout, exit_losses, top_ids
 from train.model import EarlyExitModel
 
 
 class Labels(NamedTuple):
     """States at the positions that predict labels."""
 
+    ids: Tensor  # [N] int64, the labels themselves
     target: Tensor  # [N, E]
     exits: dict[str, Tensor]  # exit name → [N, E]
     breaks: Tensor  # [N] bool, True where a new stretch of labels begins
@@ -42,7 +43,6 @@ class EarlyExitModule(LightningModule):
         weight_decay: AdamW's, on matrices only.
         warmup_steps: optimizer steps over which the rate grows; it then falls linearly, to a tenth at the end.
         betas: AdamW's.
-        exit_weights: exit name → weight of its loss; 1 where not named.
         warm_start: a folder heads/ whose weights to begin with. Nothing else is taken over; to go on with a run that
             stopped, give --ckpt_path instead.
     """
@@ -58,7 +58,6 @@ class EarlyExitModule(LightningModule):
         weight_decay: float = 0.01,
         warmup_steps: int = 20,
         betas: tuple[float, float] = (0.9, 0.95),
-        exit_weights: dict[str, float] | None = None,
         warm_start: str | None = None,
     ) -> None:
         super().__init__()
@@ -67,10 +66,6 @@ class EarlyExitModule(LightningModule):
             raise ValueError(f"model.lr={lr} must be greater than 0")
         if warmup_steps < 0:
             raise ValueError(f"model.warmup_steps={warmup_steps} must be at least 0")
-        self.exit_weights = dict(exit_weights or {})
-        unknown = set(self.exit_weights) - {e.name for e in exits}
-        if unknown:
-            raise ValueError(f"model.exit_weights: {sorted(unknown)[0]!r} is none of the exits")
         self.model = EarlyExitModel(load_base(base, revision, dtype), exits)
         self.model.heads.float().train()
         if warm_start is not None:
@@ -154,9 +149,10 @@ class EarlyExitModule(LightningModule):
         num_labels = len(labels.breaks)
         self._step_tokens += num_labels
         total = torch.zeros((), device=self.device)
-        for name, loss in self._loss_sums(labels).items():
-            total = total + self.exit_weights.get(name, 1.0) * loss
-            self.log(f"train/{name}/loss", loss.detach() / num_labels, batch_size=num_labels)
+        for name, loss in self._losses_of(labels).items():
+            total = total + loss.total
+            figures = {"loss": loss.total.detach(), **loss.terms}
+            self.log_dict({f"train/{name}/{key}": v / num_labels for key, v in figures.items()}, batch_size=num_labels)
         self.log("train/loss", total.detach() / num_labels, prog_bar=True, batch_size=num_labels)
         return total
 
@@ -178,14 +174,16 @@ class EarlyExitModule(LightningModule):
         mask = batch.loss_mask[:, 1:]
         begins = mask & ~batch.loss_mask[:, :-1]
         pick = {name: states[:, :-1][mask] for name, states in outputs.exits.items()}
-        return Labels(outputs.target[:, :-1][mask], pick, begins[mask])
+        return Labels(batch.token_ids[:, 1:][mask], outputs.target[:, :-1][mask], pick, begins[mask])
 
-    def _loss_sums(self, labels: Labels) -> dict[str, Tensor]:
-        """Exit name → KL summed over the labels."""
-        return {
-            name: kl_sum(labels.target, states, self.model.exit_unembedding(name))
-            for name, states in labels.exits.items()
+    def _losses_of(self, labels: Labels) -> dict[str, LossSum]:
+        """Exit name → its loss, summed over the labels."""
+        judge = Judge(labels.target, labels.ids, self.model.unembed)
+        readouts = {
+            e.name: Readout(e.training_loss, self.model.exit_unembedding(e.name), self.model.draft_vocabs.get(e.name))
+            for e in self.model.exits
         }
+        return exit_losses(judge, readouts, labels.exits)
 
     # ---- validation ----
 
@@ -197,8 +195,8 @@ class EarlyExitModule(LightningModule):
 
     def validation_step(self, batch: Batch, _: int) -> None:
         labels = self.labels(batch)
-        for name, loss in self._loss_sums(labels).items():
-            self._losses[name] += float(loss)
+        for name, loss in self._losses_of(labels).items():
+            self._losses[name] += float(loss.total)
         picks = {"target": top_ids(labels.target, self.model.unembed)}
         for name, states in labels.exits.items():
             ids = self.model.draft_vocabs.get(name)

@@ -1,5 +1,6 @@
 """The Lightning module on tiny bases: weighting, checkpoints, resume, trimmed vocabularies."""
 
+import dataclasses
 import json
 
 import pytest
@@ -10,6 +11,7 @@ from torch.utils.data import DataLoader
 from train.chat import Encoded
 from train.data import DistillationDataModule, collate
 from train.heads import ExitConfig
+from train.losses import ExitLoss
 from train.module import EarlyExitModule
 
 EXITS = [
@@ -103,3 +105,35 @@ def test_a_bfloat16_base_trains_float32_heads(base_folder, data, tmp_path):
     module = EarlyExitModule(str(base_folder), EXITS, dtype="bfloat16")
     trainer(tmp_path, limit_train_batches=1).fit(module, datamodule=data)
     assert {p.dtype for p in module.parameters()} == {torch.float32}
+
+
+def test_an_exits_loss_is_what_its_config_asks_for(base_folder, data, tmp_path):
+    """Every term moves the heads, and the logged total is the weighted sum of the logged terms."""
+    exits = [
+        ExitConfig(name="draft", layer=2, head="layer", vocab_size=64, loss=ExitLoss(tv=1.0, ce=0.5)),
+        ExitConfig(name="intermediate", layer=4, head="linear", loss=ExitLoss(jsd=2.0, temperature=0.8)),
+    ]
+    run = trainer(tmp_path, limit_train_batches=1, precision="bf16-mixed")
+    run.fit(EarlyExitModule(str(base_folder), exits), datamodule=data)
+    seen = {key: float(value) for key, value in run.callback_metrics.items()}
+    assert seen["train/draft/loss"] == pytest.approx(seen["train/draft/tv"] + 0.5 * seen["train/draft/ce"], rel=1e-5)
+    assert seen["train/intermediate/loss"] == pytest.approx(2 * seen["train/intermediate/jsd"], rel=1e-5)
+    assert seen["train/loss"] == pytest.approx(seen["train/draft/loss"] + seen["train/intermediate/loss"], rel=1e-5)
+    # the loss is no part of what heads are: the same exits with other losses load them
+    other = [dataclasses.replace(e, loss=None) for e in exits]
+    EarlyExitModule(str(base_folder), other, warm_start=str(tmp_path / "heads"))
+
+
+def test_every_parameter_gets_a_gradient_even_from_rows_without_labels(base_folder):
+    """B16: under DDP a parameter that no gradient reaches stops the run."""
+    exits = [
+        ExitConfig(name="a", layer=1, head="native"),
+        ExitConfig(name="b", layer=2, head="layer", loss=ExitLoss(ce=1.0)),
+        ExitConfig(name="c", layer=4, head="linear"),
+    ]
+    module = EarlyExitModule(str(base_folder), exits)
+    for mask in ([False, True, True], [False, False, False]):
+        labels = module.labels(collate([Encoded([5, 6, 7], mask)]))
+        module.zero_grad()
+        sum(loss.total for loss in module._losses_of(labels).values()).backward()
+        assert [n for n, p in module.named_parameters() if p.requires_grad and p.grad is None] == []
