@@ -55,16 +55,14 @@ def checkpoints_for(trainer: Trainer) -> list[Callback]:
         return []
     if own:
         return [HeadsFolder()]
-    validates = trainer.limit_val_batches != 0
-    checkpoint = ModelCheckpoint(
-        dirpath=trainer.default_root_dir,
-        filename="best",
-        monitor=MONITOR if validates else None,
-        mode="max",
-        save_last=True,
-        enable_version_counter=False,
+    # With save_last, last.ckpt would stay behind while validation gets no better
+    last = ModelCheckpoint(dirpath=trainer.default_root_dir, filename="last", enable_version_counter=False)
+    if trainer.limit_val_batches == 0:
+        return [HeadsFolder(), last]
+    best = ModelCheckpoint(
+        dirpath=trainer.default_root_dir, filename="best", monitor=MONITOR, mode="max", enable_version_counter=False
     )
-    return [HeadsFolder(), checkpoint]
+    return [HeadsFolder(), best, last]
 
 
 def check_checkpoint(path: str) -> None:

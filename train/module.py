@@ -5,17 +5,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 
-from train.acceptance import Acceptance
 from train.base_model import load_base
 from train.checkpoint import check_record, checkpoints_for, record_of
+from train.costs import check_costs, default_costs
 from train.data import Batch
+from train.figures import Figures
 from train.heads import ExitConfig, choose_draft_vocab
 from train.linear_loss import Judge, LossSum, Readout, exit_losses, top_ids
 from train.model import EarlyExitModel
@@ -43,6 +43,9 @@ class EarlyExitModule(LightningModule):
         weight_decay: AdamW's, on matrices only.
         warmup_steps: optimizer steps over which the rate grows; it then falls linearly, to a tenth at the end.
         betas: AdamW's.
+        num_draft_tokens: γ, the longest window of drafts whose acceptance validation counts, position by position.
+        costs: exit name or `target` → cost of one call as a share of a plain decoding step, for the predicted speed-up.
+            Where not named: the share of the weights that the call reads.
         warm_start: a folder heads/ whose weights to begin with. Nothing else is taken over; to go on with a run that
             stopped, give --ckpt_path instead.
     """
@@ -58,6 +61,8 @@ class EarlyExitModule(LightningModule):
         weight_decay: float = 0.01,
         warmup_steps: int = 20,
         betas: tuple[float, float] = (0.9, 0.95),
+        num_draft_tokens: int = 4,
+        costs: dict[str, float] | None = None,
         warm_start: str | None = None,
     ) -> None:
         super().__init__()
@@ -66,13 +71,17 @@ class EarlyExitModule(LightningModule):
             raise ValueError(f"model.lr={lr} must be greater than 0")
         if warmup_steps < 0:
             raise ValueError(f"model.warmup_steps={warmup_steps} must be at least 0")
+        if num_draft_tokens < 1:
+            raise ValueError(f"model.num_draft_tokens={num_draft_tokens} must be at least 1")
+        check_costs(costs or {}, [e.name for e in exits])
         self.model = EarlyExitModel(load_base(base, revision, dtype), exits)
         self.model.heads.float().train()
         if warm_start is not None:
             self.model.load_heads(warm_start)
         self._step_tokens = 0  # labels seen since the last optimizer step, on this rank
-        self._losses: dict[str, float] = {}
-        self._acceptance: dict[tuple[str, str], Acceptance] = {}
+        self.num_draft_tokens = num_draft_tokens
+        self.costs = default_costs(self.model) | (costs or {})
+        self._figures = self._new_figures()
 
     # ---- set-up ----
 
@@ -187,22 +196,19 @@ class EarlyExitModule(LightningModule):
 
     # ---- validation ----
 
+    def _new_figures(self) -> Figures:
+        return Figures([e.name for e in self.model.exits], self.costs, self.num_draft_tokens)
+
     def on_validation_epoch_start(self) -> None:
-        names = [e.name for e in self.model.exits]
-        self._losses = dict.fromkeys(names, 0.0)
-        pairs = [(name, "target") for name in names] + list(pairwise(names))
-        self._acceptance = {pair: Acceptance() for pair in pairs}
+        self._figures = self._new_figures()
 
     def validation_step(self, batch: Batch, _: int) -> None:
         labels = self.labels(batch)
-        for name, loss in self._losses_of(labels).items():
-            self._losses[name] += float(loss.total)
         picks = {"target": top_ids(labels.target, self.model.unembed)}
         for name, states in labels.exits.items():
             ids = self.model.draft_vocabs.get(name)
             picks[name] = top_ids(states, self.model.exit_unembedding(name), ids)
-        for (drafter, judge), acceptance in self._acceptance.items():
-            acceptance.update(picks[drafter], picks[judge], labels.breaks)
+        self._figures.update(self._losses_of(labels), picks, labels.breaks)
 
     def on_validation_epoch_end(self) -> None:
         self._log_figures("val")
@@ -217,22 +223,11 @@ class EarlyExitModule(LightningModule):
         self._log_figures("test")
 
     def _log_figures(self, stage: str) -> None:
-        """Figures of all ranks together, as sums over tokens and rounds."""
-        counts = [n for acceptance in self._acceptance.values() for n in acceptance.counts()]
-        sums = torch.tensor([*self._losses.values(), *counts], dtype=torch.float32, device=self.device)
-        sums = self.trainer.strategy.reduce(sums, reduce_op="sum")
-        totals = sums[len(self._losses) :].round().long().view(-1, 4).tolist()
-        acceptance = {pair: Acceptance(*total) for pair, total in zip(self._acceptance, totals)}
-        figures: dict[str, float] = {}
-        for name, loss in zip(self._losses, sums.tolist()):
-            figures[f"{name}/loss"] = loss / max(1, acceptance[name, "target"].num_tokens)
-        for (drafter, judge), counted in acceptance.items():
-            suffix = "" if judge == "target" else f"_{judge}"
-            figures[f"{drafter}/agreement{suffix}"] = counted.agreement
-            figures[f"{drafter}/acceptance_length{suffix}"] = counted.length
-        lengths = [counted.length for (_, judge), counted in acceptance.items() if judge == "target"]
-        self.log(f"{stage}/acceptance_length", sum(lengths) / len(lengths), prog_bar=True)
-        self.log_dict({f"{stage}/{key}": value for key, value in figures.items()})
+        """Figures of all ranks together."""
+        sums = torch.tensor(self._figures.sums(), dtype=torch.float64, device=self.device)
+        self._figures.set_sums(self.trainer.strategy.reduce(sums, reduce_op="sum").tolist())
+        for key, value in self._figures.named().items():
+            self.log(f"{stage}/{key}", value, prog_bar=key in ("acceptance_length", "speedup"))
 
     # ---- checkpoints ----
 

@@ -72,6 +72,18 @@ def test_a_mistake_is_one_line_that_names_it(config, tmp_path, capsys, flags, wo
     assert not (tmp_path / "run" / "heads").exists()
 
 
+@pytest.mark.parametrize("monitor", ["val/acceptance_length", "val/speedup", "val/draft/acceptance_rate_1"])
+def test_training_stops_early_by_the_figure_that_serving_is_about(config, tmp_path, monitor):
+    """At this learning rate nothing changes, so the second validation is no better than the first."""
+    stopping = {
+        "class_path": "lightning.pytorch.callbacks.EarlyStopping",
+        "init_args": {"monitor": monitor, "mode": "max", "patience": 1},
+    }
+    flags = ["--trainer.callbacks", json.dumps([stopping]), "--trainer.max_epochs", "9", "--model.lr", "1e-12"]
+    assert main(["fit", "--config", str(config), *flags]) == 0
+    assert torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)["epoch"] == 1
+
+
 def test_a_loss_in_the_config_holds_and_adds_nothing_of_the_default(config, capsys):
     exits = (
         '[{"name": "draft", "layer": 1, "loss": {"tv": 0.5, "ce": 0.1, "temperature": 0.8}}, {"name": "b", "layer": 2}]'

@@ -67,6 +67,10 @@ def test_fit_lowers_the_loss_and_leaves_heads_that_load(base_folder, data, tmp_p
     after = trainer(tmp_path / "x").validate(module, data, verbose=False)[0]
     assert after["val/intermediate/loss"] < before["val/intermediate/loss"]
     assert 1 <= after["val/draft/acceptance_length"] <= 5
+    rates = [after[f"val/draft/acceptance_rate_{j}"] for j in (1, 2, 3, 4)]
+    assert rates == sorted(rates, reverse=True)
+    assert after["val/draft/acceptance_length"] == pytest.approx(1 + sum(rates))
+    assert after["val/speedup"] >= max(after["val/draft/speedup"], after["val/hispec_speedup"])
     assert {"val/draft/agreement", "val/draft/agreement_intermediate", "val/intermediate/agreement"} <= set(after)
 
     warm = EarlyExitModule(str(base_folder), EXITS, warm_start=str(tmp_path / "run" / "heads"))
@@ -137,3 +141,14 @@ def test_every_parameter_gets_a_gradient_even_from_rows_without_labels(base_fold
         module.zero_grad()
         sum(loss.total for loss in module._losses_of(labels).values()).backward()
         assert [n for n, p in module.named_parameters() if p.requires_grad and p.grad is None] == []
+
+
+def test_costs_are_the_weights_that_a_call_reads_unless_the_config_knows_better(base_folder):
+    module = EarlyExitModule(str(base_folder), EXITS, costs={"intermediate": 0.5})
+    layer = sum(p.numel() for p in module.model.family.decoder.layers[0].parameters())
+    plain = 6 * layer + 320 * 48
+    assert module.costs["draft"] == pytest.approx((3 * layer + 48 + 64 * 48) / plain)  # its own layer and norm too
+    assert (module.costs["intermediate"], module.costs["target"]) == (0.5, 1.0)
+    for costs, reason in [({"drat": 1.0}, r"model\.costs: 'drat' is none of draft"), ({"draft": 0.0}, r"draft=0\.0")]:
+        with pytest.raises(ValueError, match=reason):
+            EarlyExitModule(str(base_folder), EXITS, costs=costs)
