@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from train.base_model import base_fingerprint
 from train.model import EarlyExitModel
@@ -48,27 +50,51 @@ class HeadsFolder(Callback):
         self.best = state_dict["best"]
 
 
+class InterruptedCheckpoint(OnExceptionCheckpoint):
+    """Writes interrupted.ckpt when `fit` is stopped by SIGTERM, Ctrl-C or an error; a run that ends well removes it."""
+
+    def __init__(self, dirpath: str) -> None:
+        super().__init__(dirpath, "interrupted")
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if trainer.state.fn != "fit" or trainer.fit_loop.epoch_loop.batch_progress.total.completed == 0:
+            return
+        # All ranks must write together: an error may be of one alone
+        if trainer.world_size > 1 and not isinstance(exception, (SIGTERMException, KeyboardInterrupt)):
+            return
+        super().on_exception(trainer)
+        rank_zero_info(f"Stopped; to go on: --ckpt_path {self.ckpt_path}")
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            super().teardown(trainer)
+
+
 def checkpoints_for(trainer: Trainer) -> list[Callback]:
-    """best.ckpt, last.ckpt and heads/ in the run's folder; a ModelCheckpoint of the user's own is left alone."""
+    """best.ckpt, last.ckpt and heads/ in the run's folder, interrupted.ckpt where a run was stopped; a ModelCheckpoint
+    of the user's own stands in for best and last."""
     own = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.dirpath is not None]
     if not trainer.checkpoint_callbacks or trainer.fast_dev_run:
         return []
+    always: list[Callback] = [HeadsFolder(), InterruptedCheckpoint(trainer.default_root_dir)]
     if own:
-        return [HeadsFolder()]
+        return always
     # With save_last, last.ckpt would stay behind while validation gets no better
     last = ModelCheckpoint(dirpath=trainer.default_root_dir, filename="last", enable_version_counter=False)
     if trainer.limit_val_batches == 0:
-        return [HeadsFolder(), last]
+        return [*always, last]
     best = ModelCheckpoint(
         dirpath=trainer.default_root_dir, filename="best", monitor=MONITOR, mode="max", enable_version_counter=False
     )
-    return [HeadsFolder(), best, last]
+    return [*always, best, last]
 
 
 def check_checkpoint(path: str) -> None:
     """Raise ValueError unless `path` is a whole checkpoint that holds plain data and nothing that runs on loading."""
     if not Path(path).is_file():
-        raise ValueError(f"ckpt_path={path}: no such file; `fit` leaves last.ckpt and best.ckpt in the run's folder")
+        raise ValueError(
+            f"ckpt_path={path}: no such file; `fit` leaves last.ckpt, best.ckpt or interrupted.ckpt in its folder"
+        )
     try:
         torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, ValueError) as error:

@@ -11,6 +11,7 @@ import inspect
 import logging
 import os
 import re
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ commands:
 
 common options of fit, validate and test (each key of the config is one: --section.key VALUE):
   --config FILE              e.g. configs/smollm2-135m.yaml
-  --ckpt_path FILE           resume a run: heads, optimizer and progress, e.g. runs/smollm2-135m/last.ckpt
+  --ckpt_path FILE           resume a run where it stopped, e.g. runs/smollm2-135m/last.ckpt or interrupted.ckpt
   --model.warm_start DIR     begin with the weights of a folder heads/, and nothing else
   --model.lr 1e-3            any key of the section model
   --data.train_files FILE    any key of the section data
@@ -55,7 +56,7 @@ COMMANDS = (*LIGHTNING_COMMANDS, "generate")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; 0 if it went well, 2 for what the user can mend (one line on stderr)."""
+    """Run one command; 0 if it went well, 2 for what the user can mend (one line on stderr), 143 after SIGTERM."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help"):
         print(HELP, end="")
@@ -63,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _command(argv[0])(argv[1:])
     except SystemExit as exit_:  # --help and --print_config
+        if type(exit_).__name__ == "SIGTERMException":  # Lightning's; interrupted.ckpt is written
+            return 128 + signal.SIGTERM
         return int(exit_.code or 0) if not isinstance(exit_.code, str) else 2
     except _user_errors() as error:
         if os.environ.get("HISPEC_DEBUG"):
@@ -128,8 +131,8 @@ def make_cli(argv: Sequence[str], run: bool = True) -> Any:
     from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
     from train.checkpoint import check_checkpoint
-    from train.data import DistillationDataModule
     from train.module import EarlyExitModule
+    from train.resume import ResumableDataModule
 
     class HiSpecCLI(LightningCLI):
         def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -156,7 +159,7 @@ def make_cli(argv: Sequence[str], run: bool = True) -> Any:
 
     return HiSpecCLI(
         EarlyExitModule,
-        DistillationDataModule,
+        ResumableDataModule,
         args=list(argv),
         run=run,
         seed_everything_default=0,

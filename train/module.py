@@ -19,6 +19,8 @@ from train.figures import Figures
 from train.heads import ExitConfig, choose_draft_vocab
 from train.linear_loss import Judge, LossSum, Readout, exit_losses, top_ids
 from train.model import EarlyExitModel
+from train.resume import random_states, set_random_states
+from train.step import Step
 
 
 class Labels(NamedTuple):
@@ -46,6 +48,8 @@ class EarlyExitModule(LightningModule):
         num_draft_tokens: γ, the longest window of drafts whose acceptance validation counts, position by position.
         costs: exit name or `target` → cost of one call as a share of a plain decoding step, for the predicted speed-up.
             Where not named: the share of the weights that the call reads.
+        max_skipped_steps: steps in a row that may be left out because loss or gradient is not finite, before training
+            stops.
         warm_start: a folder heads/ whose weights to begin with. Nothing else is taken over; to go on with a run that
             stopped, give --ckpt_path instead.
     """
@@ -63,6 +67,7 @@ class EarlyExitModule(LightningModule):
         betas: tuple[float, float] = (0.9, 0.95),
         num_draft_tokens: int = 4,
         costs: dict[str, float] | None = None,
+        max_skipped_steps: int = 10,
         warm_start: str | None = None,
     ) -> None:
         super().__init__()
@@ -73,12 +78,15 @@ class EarlyExitModule(LightningModule):
             raise ValueError(f"model.warmup_steps={warmup_steps} must be at least 0")
         if num_draft_tokens < 1:
             raise ValueError(f"model.num_draft_tokens={num_draft_tokens} must be at least 1")
+        if max_skipped_steps < 0:
+            raise ValueError(f"model.max_skipped_steps={max_skipped_steps} must be at least 0")
         check_costs(costs or {}, [e.name for e in exits])
         self.model = EarlyExitModel(load_base(base, revision, dtype), exits)
         self.model.heads.float().train()
         if warm_start is not None:
             self.model.load_heads(warm_start)
-        self._step_tokens = 0  # labels seen since the last optimizer step, on this rank
+        self._step = Step(max_skipped_steps)
+        self._stopped: dict[str, Any] = {}  # what a checkpoint held of the moment at which it was written
         self.num_draft_tokens = num_draft_tokens
         self.costs = default_costs(self.model) | (costs or {})
         self._figures = self._new_figures()
@@ -142,40 +150,46 @@ class EarlyExitModule(LightningModule):
 
     def on_train_start(self) -> None:
         """After a resume the config's numbers hold, not those that the checkpoint stored."""
-        self._step_tokens = 0
+        self._step.begin()
         for scheduler in [self.lr_schedulers()]:
             scheduler.base_lrs = [self.lr] * len(scheduler.base_lrs)
             for group in scheduler.optimizer.param_groups:
                 group["initial_lr"], group["betas"] = self.lr, self.betas
                 group["lr"] = self.lr * self._lr_scale(scheduler.last_epoch)
                 group["weight_decay"] = self.weight_decay if group["params"][0].ndim > 1 else 0.0
+        if "step" in self._stopped:
+            self._step.load_state(self._stopped["step"], dict(self.model.heads.named_parameters()))
+        if "random" in self._stopped:
+            set_random_states(self._stopped["random"])
+        self._stopped = {}
 
     # ---- training ----
 
-    def training_step(self, batch: Batch, _: int) -> Tensor:
+    def training_step(self, batch: Batch, index: int) -> Tensor:
         """The loss summed over this batch's labels; `on_before_optimizer_step` divides by the step's labels."""
+        if index % self.trainer.accumulate_grad_batches == 0:
+            self._step.begin()  # as Lightning's zero_grad: a batch may come again after an interrupt
         labels = self.labels(batch)
         num_labels = len(labels.breaks)
-        self._step_tokens += num_labels
         total = torch.zeros((), device=self.device)
         for name, loss in self._losses_of(labels).items():
             total = total + loss.total
             figures = {"loss": loss.total.detach(), **loss.terms}
-            self.log_dict({f"train/{name}/{key}": v / num_labels for key, v in figures.items()}, batch_size=num_labels)
-        self.log("train/loss", total.detach() / num_labels, prog_bar=True, batch_size=num_labels)
+            self.log_dict(
+                {f"train/{name}/{key}": value / max(1, num_labels) for key, value in figures.items()},
+                batch_size=num_labels,
+            )
+        self._step.add(total, num_labels)
+        self.log("train/loss", total.detach() / max(1, num_labels), prog_bar=True, batch_size=num_labels)
         return total
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        # A token must weigh the same wherever it stands: the mean of micro-batch means would favour short rows. So the
-        # batches' losses are sums, and here, once per step, the gradient is divided by the labels of all micro-batches
-        # on all ranks. Lightning has divided by accumulate_grad_batches and DDP by the number of ranks: undone here.
-        tokens = torch.tensor(float(self._step_tokens), device=self.device)
-        tokens = self.trainer.strategy.reduce(tokens, reduce_op="sum")
-        scale = self.trainer.accumulate_grad_batches * self.trainer.world_size / float(tokens)
-        for parameter in self.model.trainable_parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale)
-        self._step_tokens = 0
+        trainer = self.trainer
+        # Lightning has divided by accumulate_grad_batches, and DDP by the number of ranks
+        undo = trainer.accumulate_grad_batches * trainer.world_size
+        parameters = dict(self.model.heads.named_parameters())
+        self._step.finish(parameters, lambda sums: trainer.strategy.reduce(sums, reduce_op="sum"), undo)
+        self.log("train/skipped_steps", float(self._step.num_skipped))
 
     def labels(self, batch: Batch) -> Labels:
         """The states that predict the batch's labels; the label at t is predicted at t − 1."""
@@ -233,9 +247,15 @@ class EarlyExitModule(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["early_exit"] = record_of(self.model)
+        stopped: dict[str, Any] = {"random": random_states()}
+        # Of several ranks only one writes, and what it has is only its own part: there the half step is dropped
+        if self._step.num_tokens and self.trainer.world_size == 1:
+            stopped["step"] = self._step.state(dict(self.model.heads.named_parameters()))
+        checkpoint["stopped"] = stopped
 
     def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
         """Refuse a checkpoint of other exits or another base before any weight is touched."""
         record = check_record(self.model, checkpoint.get("early_exit"))
         for name, ids in record["draft_vocabs"].items():
             self.model.set_draft_vocab(name, torch.tensor(ids, dtype=torch.int64))
+        self._stopped = checkpoint.get("stopped", {})

@@ -9,10 +9,11 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from train.chat import Encoded
-from train.data import DistillationDataModule, collate
+from train.data import collate
 from train.heads import ExitConfig
 from train.losses import ExitLoss
 from train.module import EarlyExitModule
+from train.resume import ResumableDataModule
 
 EXITS = [
     ExitConfig(name="draft", layer=2, head="layer", vocab_size=64),
@@ -25,7 +26,7 @@ def data(base_folder, tmp_path):
     file = tmp_path / "rows.jsonl"
     rows = [{"prompt": f"The {n}", "response": "snow is so slow " + "now " * (n % 4)} for n in range(12)]
     file.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    return DistillationDataModule(str(file), str(file), base=str(base_folder), batch_size=4)
+    return ResumableDataModule(str(file), str(file), base=str(base_folder), batch_size=4)
 
 
 def trainer(root, **options):
@@ -86,6 +87,50 @@ def test_a_checkpoint_holds_heads_only_and_plain_types(base_folder, data, tmp_pa
     assert all(key.startswith("model.heads.") for key in content["state_dict"])
     heads = sum(p.numel() for p in module.model.heads.parameters()) * 4
     assert file.stat().st_size < 3 * heads + 100_000  # weights and AdamW's two moments
+
+
+def test_a_step_that_is_not_finite_leaves_weights_and_moments_alone(base_folder, data, tmp_path):
+    """The second of three steps is broken: the run ends as if only the other two had been."""
+
+    class Broken(EarlyExitModule):
+        def training_step(self, batch, index):
+            loss = super().training_step(batch, index)
+            if index in self.broken:
+                self._step.add(loss * torch.nan, 0)
+                return loss * torch.nan
+            return loss
+
+    def fitted(broken, **options):
+        torch.manual_seed(0)
+        module = Broken(str(base_folder), EXITS, lr=0.01, warmup_steps=0, **options)
+        module.broken = broken
+        run = trainer(tmp_path, max_epochs=1, enable_checkpointing=False)
+        run.fit(module, datamodule=data)
+        return run, module
+
+    run, module = fitted({1})
+    assert float(run.callback_metrics["train/skipped_steps"]) == 1
+    states = run.optimizers[0].state.values()
+    assert {int(state["step"]) for state in states} == {2}
+    assert all(p.isfinite().all() for p in module.parameters())
+    with pytest.raises(ValueError, match=r"2 optimizer steps in a row .*Lower model\.lr.*max_skipped_steps=1"):
+        fitted({0, 1, 2}, max_skipped_steps=1)
+
+
+def test_an_error_on_the_way_leaves_a_checkpoint_to_go_on_from(base_folder, data, tmp_path):
+    class Fails(EarlyExitModule):
+        def training_step(self, batch, index):
+            if index == 2:
+                raise RuntimeError("out of memory")
+            return super().training_step(batch, index)
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer(tmp_path).fit(Fails(str(base_folder), EXITS), datamodule=data)
+    run = trainer(tmp_path)
+    run.fit(EarlyExitModule(str(base_folder), EXITS), datamodule=data, ckpt_path=tmp_path / "interrupted.ckpt")
+    assert run.global_step == 3
+    trainer(tmp_path).validate(EarlyExitModule(str(base_folder), EXITS), data, tmp_path / "last.ckpt", verbose=False)
+    assert not (tmp_path / "interrupted.ckpt").exists()
 
 
 def test_resume_goes_on_and_refuses_other_exits(base_folder, data, tmp_path):
