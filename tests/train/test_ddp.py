@@ -32,7 +32,6 @@ def flags(base_folder, tmp_path):
         "trainer": {
             "accelerator": "cpu",
             "max_epochs": 3,
-            "gradient_clip_val": 1.0,
             "logger": False,
             "enable_progress_bar": False,
             "enable_model_summary": False,
@@ -60,4 +59,8 @@ def test_two_processes_equal_one_with_the_doubled_batch(flags, tmp_path):
     for name, weight in alone["state_dict"].items():
         assert name.startswith("model.heads.")
         torch.testing.assert_close(both["state_dict"][name], weight, atol=1e-5, rtol=0)
+    moments = [run["optimizer_states"][0]["state"] for run in (alone, both)]
+    for parameter in moments[0]:  # unlike AdamW's weights, its moments know the gradient's scale
+        for name in ("exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(moments[1][parameter][name], moments[0][parameter][name], atol=1e-6, rtol=1e-4)
     assert [e["name"] for e in read_heads_record(two / "heads")["exits"]] == ["a", "b", "c"]

@@ -57,6 +57,14 @@ def test_the_total_is_the_weighted_sum_of_the_terms():
         torch.testing.assert_close(loss.total, sum(w * loss.terms[t] for t, w in weights.items()))
 
 
+def test_the_targets_logits_are_computed_once_for_all_exits():
+    judge, exits, states = problem()
+    sizes = []
+    counted = judge._replace(unembed=lambda h: sizes.append(len(h)) or judge.unembed(h))
+    exit_losses(counted, exits, states, chunk=4)
+    assert sizes == [4, 4, 2]
+
+
 def test_an_exit_equal_to_the_target_has_no_divergence():
     judge, _, _ = problem()
     divergences = ExitLoss(**dict.fromkeys([t for t in TERMS if t != "ce"], 1.0))

@@ -173,6 +173,16 @@ def test_an_exits_loss_is_what_its_config_asks_for(base_folder, data, tmp_path):
     EarlyExitModule(str(base_folder), other, warm_start=str(tmp_path / "heads"))
 
 
+def test_every_base_layer_runs_once_for_all_exits(base_folder):
+    exits = [ExitConfig(name=f"e{layer}", layer=layer, head="layer") for layer in (1, 2, 5)]
+    module = EarlyExitModule(str(base_folder), exits)
+    runs = []
+    for number, layer in enumerate(module.model.family.decoder.layers):
+        layer.register_forward_hook(lambda *_, number=number: runs.append(number))
+    module._losses_of(module.labels(collate([Encoded([5, 6, 7], [False, True, True])])))
+    assert runs == [0, 1, 2, 3, 4, 5]
+
+
 def test_every_parameter_gets_a_gradient_even_from_rows_without_labels(base_folder):
     """B16: under DDP a parameter that no gradient reaches stops the run."""
     exits = [

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from torch.utils.data import DistributedSampler
 
 from tests.train.conftest import save_base
 from train.cli import main
+from train.resume import ResumableLoader
 
 ROOT = Path(__file__).parents[2]
 KILLED = """
@@ -69,6 +71,20 @@ def uninterrupted(flags, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     assert main([*flags, str(folder)]) == 0
     return checkpoint(folder)
+
+
+def test_an_epoch_begins_where_the_loop_stands_and_every_epoch_has_its_own_order():
+    order = DistributedSampler(range(6), num_replicas=1, rank=0, seed=3)
+    place = 0
+    loader = ResumableLoader(range(6), batch_size=None, sampler=order, position=lambda: place)
+    begun_early = iter(loader)  # as Lightning does, before it has told epoch and place
+    first = list(loader)
+    place = 4
+    assert list(loader) == list(begun_early) == first[4:]
+    order.set_epoch(1)
+    place = 0
+    second = list(loader)
+    assert sorted(second) == sorted(first) == list(range(6)) and second != first
 
 
 @pytest.mark.parametrize("killed_after", [3, 8])  # within the first epoch and a step; within the second, between steps
