@@ -7,6 +7,8 @@ heads/, which is what `export` reads. This file knows nothing of losses or data.
 from __future__ import annotations
 
 import pickle
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,23 @@ class InterruptedCheckpoint(OnExceptionCheckpoint):
 
     def __init__(self, dirpath: str) -> None:
         super().__init__(dirpath, "interrupted")
+        self.asked_to_stop = False
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Lightning's own handler calls the other ranks from inside the signal, whatever they are exchanging at that
+        # moment, and may hang. Ours only takes note. Lightning restores the handler from before the run.
+        if trainer.world_size > 1 and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._ask_to_stop)
+
+    def _ask_to_stop(self, *_: object) -> None:
+        self.asked_to_stop = True
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Stop all ranks at one batch as soon as one of them is asked to."""
+        if trainer.world_size > 1:
+            asked = torch.tensor(float(self.asked_to_stop), device=pl_module.device)
+            if float(trainer.strategy.reduce(asked, reduce_op="sum")):
+                raise SIGTERMException
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if trainer.state.fn != "fit" or trainer.fit_loop.epoch_loop.batch_progress.total.completed == 0:

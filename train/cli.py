@@ -49,6 +49,7 @@ _NOISE = (
     ".*tensorboardX. has been removed.*",
     ".*is not supported by the model summary.*",
     ".*module\\(s\\) in eval mode at the start of training.*",
+    ".*It is recommended to use `self.log\\('(val|test)/.*sync_dist=True.*",  # the figures are sums over ranks already
 )
 
 LIGHTNING_COMMANDS = ("fit", "validate", "test")

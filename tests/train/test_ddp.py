@@ -1,6 +1,8 @@
 """Two processes (gloo, CPU) train the same heads as one with the doubled batch; every head gets its gradient (B16)."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,19 @@ from train.cli import main
 from train.model import read_heads_record
 
 ROOT = Path(__file__).parents[2]
+ENV = os.environ | {"PYTHONPATH": str(ROOT)}  # for a script that lies elsewhere
+KILLED = """
+import os, signal, sys
+from train.cli import main
+from train.module import EarlyExitModule
+
+def kill(self, *_):
+    if self.trainer.global_rank == 1 and self.trainer.fit_loop.epoch_loop.total_batch_idx == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+EarlyExitModule.on_train_batch_end = kill
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 @pytest.fixture
@@ -48,11 +63,14 @@ def options(folder, devices, batch_size):
     return [*root, "--trainer.devices", str(devices), "--trainer.strategy", "ddp" if devices > 1 else "auto"]
 
 
+def run(command, code=0):
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=300)
+    assert done.returncode == code, done.stderr
+
+
 def test_two_processes_equal_one_with_the_doubled_batch(flags, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
-    command = [sys.executable, "-m", "train", *flags, *options(two, 2, 2)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    run(["-m", "train", *flags, *options(two, 2, 2)])
     assert main([*flags, *options(one, 1, 4)]) == 0
     alone, both = (torch.load(folder / "last.ckpt", weights_only=True) for folder in (one, two))
     assert alone["global_step"] == both["global_step"] == 3
@@ -64,3 +82,15 @@ def test_two_processes_equal_one_with_the_doubled_batch(flags, tmp_path):
         for name in ("exp_avg", "exp_avg_sq"):
             torch.testing.assert_close(moments[1][parameter][name], moments[0][parameter][name], atol=1e-6, rtol=1e-4)
     assert [e["name"] for e in read_heads_record(two / "heads")["exits"]] == ["a", "b", "c"]
+
+
+def test_sigterm_to_any_rank_stops_all_of_them_and_the_run_goes_on(flags, tmp_path):
+    whole, stopped, script = tmp_path / "whole", tmp_path / "stopped", tmp_path / "killed.py"
+    script.write_text(KILLED)  # in the second epoch, between its two batches
+    run([str(script), *flags, *options(stopped, 2, 1)], code=128 + signal.SIGTERM)
+    run(["-m", "train", *flags, *options(stopped, 2, 1), "--ckpt_path", str(stopped / "interrupted.ckpt")])
+    run(["-m", "train", *flags, *options(whole, 2, 1)])
+    resumed, expected = (torch.load(folder / "last.ckpt", weights_only=True) for folder in (stopped, whole))
+    assert resumed["global_step"] == expected["global_step"] == 6
+    for name, weight in expected["state_dict"].items():
+        torch.testing.assert_close(resumed["state_dict"][name], weight, atol=1e-6, rtol=0)
