@@ -24,7 +24,7 @@ Train early exits over a frozen base model.
 
 commands:
   fit        train the exits; leaves checkpoints and the folder heads/ under trainer.default_root_dir
-  validate   loss, agreement and acceptance length of every exit on held-out text
+  validate   loss, acceptance and predicted speed-up of every exit on held-out text
   test       the same, logged as test/…
   generate   make training text with the base model itself (resumable)
 
