@@ -9,41 +9,54 @@ Rounds are walked as the engine does it: after `a` accepted drafts the next roun
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from infer.strategy import Policy
 from infer.verify import accepted_prefix_lengths, mean_acceptance_length
-
-NUM_DRAFTS = 4  # γ of the rounds that are walked
 
 
 @dataclass
 class Acceptance:
-    """What a proposer's picks are worth to a judge, summed over batches."""
+    """What a proposer's picks are worth to a judge, summed over batches.
 
+    Args:
+        num_draft_tokens: γ of the rounds that are walked.
+    """
+
+    num_draft_tokens: int
     num_matches: int = 0
     num_tokens: int = 0
-    num_accepted: int = 0
     num_rounds: int = 0
+    accepted: list[int] = field(default_factory=list)  # [γ], rounds in which the first j + 1 drafts were accepted
+
+    def __post_init__(self) -> None:
+        self.accepted = self.accepted or [0] * self.num_draft_tokens
 
     def update(self, drafted: Tensor, judged: Tensor, breaks: Tensor) -> None:
         """drafted, judged [N] int64 picks at the same positions; breaks [N] bool: the position begins a new span."""
         matches = drafted == judged
         self.num_matches += int(matches.sum())
         self.num_tokens += len(matches)
-        lengths = run_lengths(matches, breaks).tolist()
-        ends = [*breaks.nonzero().flatten().tolist(), len(matches)]
-        for start, stop in pairwise(ends):
+        lengths = run_lengths(matches, breaks, self.num_draft_tokens).tolist()
+        for start, stop in spans(breaks):
             while start < stop:
-                self.num_accepted += lengths[start]
+                for j in range(lengths[start]):
+                    self.accepted[j] += 1
                 self.num_rounds += 1
                 start += lengths[start] + 1
 
     def counts(self) -> list[int]:
-        return [self.num_matches, self.num_tokens, self.num_accepted, self.num_rounds]
+        return [self.num_matches, self.num_tokens, self.num_rounds, *self.accepted]
+
+    @classmethod
+    def of(cls, counts: Sequence[int]) -> Acceptance:
+        """The inverse of `counts`, which may be sums of several."""
+        num_matches, num_tokens, num_rounds, *accepted = counts
+        return cls(len(accepted), num_matches, num_tokens, num_rounds, accepted)
 
     @property
     def agreement(self) -> float:
@@ -51,13 +64,65 @@ class Acceptance:
 
     @property
     def length(self) -> float:
-        return mean_acceptance_length(self.num_accepted, self.num_rounds)
+        """Mean acceptance length, as vLLM defines it: 1 + the sum of `rates`."""
+        return mean_acceptance_length(sum(self.accepted), self.num_rounds)
+
+    @property
+    def rates(self) -> list[float]:
+        """[γ] the chance that the first j + 1 drafts of a round are accepted."""
+        return [n / self.num_rounds if self.num_rounds else 0.0 for n in self.accepted]
 
 
-def run_lengths(matches: Tensor, breaks: Tensor) -> Tensor:
-    """Accepted drafts of a round that starts at each position: [N] int64, at most NUM_DRAFTS, never across a break."""
-    span = breaks.long().cumsum(0)
-    padded = torch.nn.functional.pad(matches, (0, NUM_DRAFTS - 1))  # False beyond the end
-    spans = torch.nn.functional.pad(span, (0, NUM_DRAFTS - 1), value=-1)
-    windows = padded.unfold(0, NUM_DRAFTS, 1) & (spans.unfold(0, NUM_DRAFTS, 1) == span.unsqueeze(1))  # [N, K]
-    return accepted_prefix_lengths(windows)
+@dataclass
+class Walk:
+    """Rounds of hierarchical speculation over all exits, as `infer.hispec.Round` runs them, summed over batches.
+
+    Args:
+        policy: γ, N_i and R.
+        calls: of each tier, the target's last.
+    """
+
+    policy: Policy
+    calls: list[int]
+    num_tokens: int = 0
+
+    def update(self, picks: Sequence[Tensor], breaks: Tensor) -> None:
+        """picks: [N] int64 of each tier at the same positions, the target's last; breaks as above."""
+        ids = [tier.tolist() for tier in picks]
+        for start, stop in spans(breaks):
+            self.num_tokens += stop - start
+            while start < stop:
+                start = self._act(ids, len(ids) - 1, start, start, stop)
+
+    def _act(self, ids: list[list[int]], tier: int, committed: int, begin: int, stop: int) -> int:
+        """One act of a tier at position `begin`: let the tier below propose, judge, add one's own token → the end."""
+        end = begin
+        if tier > 0:
+            repeats = self.policy.num_draft_tokens if tier == 1 else self.policy.inner_rounds
+            for _ in range(repeats):
+                if end >= stop or (tier > 1 and end - committed >= self.policy.window):
+                    break
+                end = self._act(ids, tier - 1, committed, end, stop)
+        self.calls[tier] += 1
+        own = begin
+        while own < min(end, stop) and ids[tier - 1][own] == ids[tier][own]:
+            own += 1
+        return own + 1
+
+    def counts(self) -> list[int]:
+        return [self.num_tokens, *self.calls]
+
+
+def spans(breaks: Tensor) -> list[tuple[int, int]]:
+    """[start, stop) of each stretch of labels; breaks [N] bool is True where one begins."""
+    starts = breaks.nonzero().flatten().tolist()
+    return list(zip(starts, [*starts[1:], len(breaks)]))
+
+
+def run_lengths(matches: Tensor, breaks: Tensor, num_draft_tokens: int) -> Tensor:
+    """Accepted drafts of a round that starts at each position: [N] int64, at most γ, never across a break."""
+    span, behind = breaks.long().cumsum(0), num_draft_tokens - 1
+    padded = torch.nn.functional.pad(matches, (0, behind))  # False beyond the end
+    padded_span = torch.nn.functional.pad(span, (0, behind), value=-1)
+    same = padded_span.unfold(0, num_draft_tokens, 1) == span.unsqueeze(1)
+    return accepted_prefix_lengths(padded.unfold(0, num_draft_tokens, 1) & same)  # of [N, K]

@@ -7,12 +7,16 @@ heads/, which is what `export` reads. This file knows nothing of losses or data.
 from __future__ import annotations
 
 import pickle
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from train.base_model import base_fingerprint
 from train.model import EarlyExitModel
@@ -48,29 +52,68 @@ class HeadsFolder(Callback):
         self.best = state_dict["best"]
 
 
+class InterruptedCheckpoint(OnExceptionCheckpoint):
+    """Writes interrupted.ckpt when `fit` is stopped by SIGTERM, Ctrl-C or an error; a run that ends well removes it."""
+
+    def __init__(self, dirpath: str) -> None:
+        super().__init__(dirpath, "interrupted")
+        self.asked_to_stop = False
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Lightning's own handler calls the other ranks from inside the signal, whatever they are exchanging at that
+        # moment, and may hang. Ours only takes note. Lightning restores the handler from before the run.
+        if trainer.world_size > 1 and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._ask_to_stop)
+
+    def _ask_to_stop(self, *_: object) -> None:
+        self.asked_to_stop = True
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Stop all ranks at one batch as soon as one of them is asked to."""
+        if trainer.world_size > 1:
+            asked = torch.tensor(float(self.asked_to_stop), device=pl_module.device)
+            if float(trainer.strategy.reduce(asked, reduce_op="sum")):
+                raise SIGTERMException
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if trainer.state.fn != "fit" or trainer.fit_loop.epoch_loop.batch_progress.total.completed == 0:
+            return
+        # All ranks must write together: an error may be of one alone
+        if trainer.world_size > 1 and not isinstance(exception, (SIGTERMException, KeyboardInterrupt)):
+            return
+        super().on_exception(trainer)
+        rank_zero_info(f"Stopped; to go on: --ckpt_path {self.ckpt_path}")
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            super().teardown(trainer)
+
+
 def checkpoints_for(trainer: Trainer) -> list[Callback]:
-    """best.ckpt, last.ckpt and heads/ in the run's folder; a ModelCheckpoint of the user's own is left alone."""
+    """best.ckpt, last.ckpt and heads/ in the run's folder, interrupted.ckpt where a run was stopped; a ModelCheckpoint
+    of the user's own stands in for best and last."""
     own = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.dirpath is not None]
     if not trainer.checkpoint_callbacks or trainer.fast_dev_run:
         return []
+    always: list[Callback] = [HeadsFolder(), InterruptedCheckpoint(trainer.default_root_dir)]
     if own:
-        return [HeadsFolder()]
-    validates = trainer.limit_val_batches != 0
-    checkpoint = ModelCheckpoint(
-        dirpath=trainer.default_root_dir,
-        filename="best",
-        monitor=MONITOR if validates else None,
-        mode="max",
-        save_last=True,
-        enable_version_counter=False,
+        return always
+    # With save_last, last.ckpt would stay behind while validation gets no better
+    last = ModelCheckpoint(dirpath=trainer.default_root_dir, filename="last", enable_version_counter=False)
+    if trainer.limit_val_batches == 0:
+        return [*always, last]
+    best = ModelCheckpoint(
+        dirpath=trainer.default_root_dir, filename="best", monitor=MONITOR, mode="max", enable_version_counter=False
     )
-    return [HeadsFolder(), checkpoint]
+    return [*always, best, last]
 
 
 def check_checkpoint(path: str) -> None:
     """Raise ValueError unless `path` is a whole checkpoint that holds plain data and nothing that runs on loading."""
     if not Path(path).is_file():
-        raise ValueError(f"ckpt_path={path}: no such file; `fit` leaves last.ckpt and best.ckpt in the run's folder")
+        raise ValueError(
+            f"ckpt_path={path}: no such file; `fit` leaves last.ckpt, best.ckpt or interrupted.ckpt in its folder"
+        )
     try:
         torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, ValueError) as error:

@@ -11,6 +11,7 @@ import inspect
 import logging
 import os
 import re
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -24,13 +25,13 @@ Train early exits over a frozen base model.
 commands:
   lint       look at the training text: counts, masks against serving's prompts, one row in colour, whose text it is
   fit        the same, then train the exits; leaves checkpoints and the folder heads/ under trainer.default_root_dir
-  validate   loss, agreement and acceptance length of every exit on held-out text
+  validate   loss, acceptance and predicted speed-up of every exit on held-out text
   test       the same, logged as test/…
   generate   make training text with the base model itself (resumable)
 
 common options of lint, fit, validate and test (each key of the config is one: --section.key VALUE):
   --config FILE              e.g. configs/smollm2-135m.yaml
-  --ckpt_path FILE           resume a run: heads, optimizer and progress, e.g. runs/smollm2-135m/last.ckpt
+  --ckpt_path FILE           resume a run where it stopped, e.g. runs/smollm2-135m/last.ckpt or interrupted.ckpt
   --model.warm_start DIR     begin with the weights of a folder heads/, and nothing else
   --model.lr 1e-3            any key of the section model
   --data.train_files FILE    any key of the section data
@@ -49,6 +50,7 @@ _NOISE = (
     ".*tensorboardX. has been removed.*",
     ".*is not supported by the model summary.*",
     ".*module\\(s\\) in eval mode at the start of training.*",
+    ".*It is recommended to use `self.log\\('(val|test)/.*sync_dist=True.*",  # the figures are sums over ranks already
 )
 
 LIGHTNING_COMMANDS = ("fit", "validate", "test")
@@ -56,7 +58,7 @@ COMMANDS = ("lint", *LIGHTNING_COMMANDS, "generate")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; 0 if it went well, 2 for what the user can mend (one line on stderr)."""
+    """Run one command; 0 if it went well, 2 for what the user can mend (one line on stderr), 143 after SIGTERM."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help"):
         print(HELP, end="")
@@ -64,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _command(argv[0])(argv[1:])
     except SystemExit as exit_:  # --help and --print_config
+        if type(exit_).__name__ == "SIGTERMException":  # Lightning's; interrupted.ckpt is written
+            return 128 + signal.SIGTERM
         return int(exit_.code or 0) if not isinstance(exit_.code, str) else 2
     except _user_errors() as error:
         if os.environ.get("HISPEC_DEBUG"):

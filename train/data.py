@@ -24,6 +24,7 @@ from train.batches import Batch, bucket, collate, collate_packed, pack
 from train.chat import Encoded
 from train.formats import make_encoder
 from train.lint import Lint, check_row
+from train.resume import resumable
 from train.rows import Row, read_rows
 
 _SHOWN = 5  # bad rows that an error lists in full
@@ -150,15 +151,16 @@ class DistillationDataModule(LightningDataModule):
         return torch.bincount(torch.tensor(labels, dtype=torch.int64), minlength=vocab_size)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return self._loader(self.train_rows, shuffle=True)
+        loader = self._loader(self.train_rows)
+        return loader if self.trainer is None else resumable(loader, self.trainer, self.seed)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        return self._loader(self.val_rows, shuffle=False)
+        return self._loader(self.val_rows)
 
     def test_dataloader(self) -> DataLoader[Any]:
         return self.val_dataloader()
 
-    def _loader(self, rows: Sequence[Encoded], shuffle: bool) -> DataLoader[Any]:
+    def _loader(self, rows: Sequence[Encoded]) -> DataLoader[Any]:
         # The items are whole batches, so that Lightning's own sampler for several ranks fits
         ranks = self.trainer.world_size if self.trainer is not None else 1
         batches: Sequence[Any]
@@ -171,7 +173,6 @@ class DistillationDataModule(LightningDataModule):
         return DataLoader(
             batches,  # type: ignore[arg-type]
             batch_size=1,
-            shuffle=shuffle,
             num_workers=self.num_workers,
             collate_fn=partial(_collate_one, self.packing),
         )

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from train.family import Family
+from train.losses import KL, ExitLoss
 
 HeadKind = Literal["native", "linear", "layer"]
 HEAD_KINDS: tuple[HeadKind, ...] = ("native", "linear", "layer")
@@ -33,12 +34,18 @@ class ExitConfig:
         head: `native`, `linear` or `layer`.
         vocab_size: number of token ids that the exit can propose, chosen by counting the target's own outputs; None
             keeps the whole vocabulary.
+        loss: what the exit is trained for; None means {kl: 1.0}. Not part of what a checkpoint must agree with.
     """
 
     name: str
     layer: int
     head: HeadKind = "layer"
     vocab_size: int | None = None
+    loss: ExitLoss | None = field(default=None, compare=False)
+
+    @property
+    def training_loss(self) -> ExitLoss:
+        return self.loss or KL
 
     @property
     def trains(self) -> bool:
@@ -72,6 +79,7 @@ def check_exits(exits: Sequence[ExitConfig], num_layers: int, vocab_size: int) -
             raise ValueError(
                 f"{where}.vocab_size={exit_.vocab_size} must lie between 2 and the base's {vocab_size}, or be null"
             )
+        exit_.training_loss.check(f"{where}.loss")
         below = exit_.layer
 
 
@@ -147,12 +155,25 @@ def check_draft_vocab(name: str, ids: Tensor, vocab_size: int, eos_token_ids: Se
 
 def exit_configs(records: Sequence[Mapping[str, Any]]) -> list[ExitConfig]:
     """Exits from plain mappings (`exits.json`, YAML); an unknown or missing key is a ValueError that names it."""
-    known = {"name", "layer", "head", "vocab_size"}
     exits = []
     for number, record in enumerate(records):
-        unknown, missing = set(record) - known, {"name", "layer"} - set(record)
-        if unknown or missing:
-            what = f"unknown key {sorted(unknown)[0]!r}" if unknown else f"missing key {sorted(missing)[0]!r}"
-            raise ValueError(f"exits[{number}]: {what}; an exit has {', '.join(sorted(known))}")
-        exits.append(ExitConfig(**record))
+        where = f"exits[{number}]"
+        missing = {"name", "layer"} - set(record)
+        if missing:
+            raise ValueError(f"{where}: missing key {sorted(missing)[0]!r}; an exit has {_keys(ExitConfig)}")
+        exit_ = _record(ExitConfig, where, record)
+        if isinstance(exit_.loss, Mapping):
+            exit_ = replace(exit_, loss=_record(ExitLoss, f"{where}.loss", exit_.loss))
+        exits.append(exit_)
     return exits
+
+
+def _record(kind: type, where: str, values: Mapping[str, Any]) -> Any:
+    unknown = set(values) - {f.name for f in fields(kind)}
+    if unknown:
+        raise ValueError(f"{where}: unknown key {sorted(unknown)[0]!r}; expected some of {_keys(kind)}")
+    return kind(**values)
+
+
+def _keys(kind: type) -> str:
+    return ", ".join(sorted(f.name for f in fields(kind)))

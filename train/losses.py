@@ -1,65 +1,182 @@
-"""KL(target ‖ exit) from states, without ever holding [tokens × vocabulary]; knows nothing of batches or masks."""
+"""What an exit's law is worth to the target's: the terms of its loss, as values and slopes on logits.
 
-# Shape legend: N tokens, E size of the states that an unembedding reads, V' ids that the exit can propose
+P is the target's law over the whole vocabulary, q the exit's over the ids S that it can propose; outside S, q is 0.
+`kept` = P(S), and p̃ = P / kept is the target renormalised on S. What the lost mass 1 − kept does, term by term:
+
+kl          kept · KL(p̃ ‖ q). KL(P ‖ q) itself is infinite; but with any share ε of q outside S, all in it that depends
+            on q is Σ_S P log(P / q), which is this up to a constant. So a token weighs less where the target wants an
+            id that the exit can't say, and the best q is p̃.
+topk_kl     the same over the target's k most likely ids of S and the rest of S as one cell
+reverse_kl  Σ_S q log(q / P) = KL(q ‖ p̃) − log kept, exact: the lost mass is a constant
+jsd         exact: outside S each id gives ½ P log 2, another constant
+tv          ½ Σ |P − q| = 1 − Σ_S min(P, q), exact: lost mass counts fully, since no draft is accepted there
+ce          −log q(label); a label outside S can't be learnt and gives 0
+
+1 − tv is the chance that a draft is accepted in sampling (Leviathan, Kalman, Matias, arXiv 2211.17192).
+This file knows nothing of batches, chunks or models.
+"""
+
+# Shape legend: n tokens, V' ids that the exit can propose (S)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-CHUNK = 1024  # tokens whose logits stand in memory at once
-
-Unembed = Callable[[Tensor], Tensor]  # [n, E] → [n, V']
+TERMS = ("kl", "reverse_kl", "jsd", "topk_kl", "tv", "ce")
 
 
-def kl_sum(target_states: Tensor, exit_states: Tensor, unembed: Unembed, chunk: int = CHUNK) -> Tensor:
-    """Sum over N tokens of KL(target ‖ exit); differentiable in `exit_states`.
+@dataclass(frozen=True, kw_only=True)
+class ExitLoss:
+    """The loss of one exit: a weighted sum of terms, per token.
 
     Args:
-        target_states: [N, E], the target's, ready to be unembedded.
-        exit_states: [N, E], the exit's.
-        unembed: frozen. Over a trimmed vocabulary it gives the target's logits at the trimmed ids only, so that the
-            softmax below renormalises the target over what the exit can propose.
+        kl: weight of KL(target ‖ exit).
+        reverse_kl: weight of KL(exit ‖ target), which lets the exit leave out what the target finds unlikely.
+        jsd: weight of the Jensen-Shannon divergence.
+        topk_kl: weight of the KL over the target's `top_k` most likely ids, all others as one.
+        tv: weight of the total variation distance: the chance that a draft is rejected.
+        ce: weight of the cross-entropy of the text's own tokens.
+        temperature: the laws that the terms compare are those of sampling at this temperature.
+        top_k: ids that topk_kl tells apart.
     """
-    return _ChunkedKL.apply(exit_states, target_states, unembed, chunk)
+
+    kl: float = 0.0
+    reverse_kl: float = 0.0
+    jsd: float = 0.0
+    topk_kl: float = 0.0
+    tv: float = 0.0
+    ce: float = 0.0
+    temperature: float = 1.0
+    top_k: int = 64
+
+    def check(self, where: str) -> None:
+        """Raise ValueError naming the field, which is found at `where` in the config."""
+        for name in TERMS:
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{where}.{name}={getattr(self, name)} must be a weight of at least 0")
+        if not self.weights:
+            raise ValueError(f"{where}: no term has a weight; give at least one of {', '.join(TERMS)}, e.g. kl: 1.0")
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"{where}.temperature={self.temperature} must be greater than 0")
+        if self.top_k < 1:
+            raise ValueError(f"{where}.top_k={self.top_k} must be at least 1")
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The terms that count, in the order of TERMS."""
+        return {name: getattr(self, name) for name in TERMS if getattr(self, name)}
 
 
-class _ChunkedKL(torch.autograd.Function):
-    """The gradient is taken chunk by chunk in the forward pass: [N, E] is kept, logits are not."""
-
-    @staticmethod
-    def forward(ctx: Any, exit_states: Tensor, target_states: Tensor, unembed: Unembed, chunk: int) -> Tensor:
-        total = torch.zeros((), device=exit_states.device)
-        gradients = []
-        for target, own in zip(target_states.detach().split(chunk), exit_states.detach().split(chunk)):
-            with torch.enable_grad():
-                own = own.requires_grad_(ctx.needs_input_grad[0])
-                logits = unembed(own)
-            loss, slope = _kl(unembed(target).float(), logits.detach().float())
-            if ctx.needs_input_grad[0]:
-                gradients += torch.autograd.grad(logits, own, slope.to(logits.dtype))
-            total += loss
-        ctx.gradient = torch.cat(gradients) if gradients else None
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, None, None, None]:
-        gradient = ctx.gradient
-        return (None if gradient is None else gradient * grad_outputs[0].to(gradient.dtype)), None, None, None
+KL = ExitLoss(kl=1.0)
 
 
-def _kl(target_logits: Tensor, exit_logits: Tensor) -> tuple[Tensor, Tensor]:
-    """[n, V'] each → the sum over n, and its slope q − p in the exit's logits [n, V'].
+class Laws(NamedTuple):
+    """Target and exit on the ids that the exit can propose, at the loss's temperature."""
 
-    Written out, as each pass over [n, V'] is costly here: KL = Σ p (t − x) − lse(t) + lse(x).
-    """
-    p, q = target_logits.softmax(dim=-1), exit_logits.softmax(dim=-1)
-    expected = torch.dot(p.flatten(), (target_logits - exit_logits).flatten())
-    partition = _log_partition(exit_logits, q).sum() - _log_partition(target_logits, p).sum()
-    return expected + partition, q.sub_(p)
+    log_p: Tensor  # [n, V'] of the target; exp sums to `kept`
+    log_q: Tensor  # [n, V'] of the exit; exp sums to 1
+    p: Tensor  # [n, V']
+    q: Tensor  # [n, V']
+    log_kept: Tensor  # [n]
+    label_rows: Tensor  # [n] int64 where each token's label stands among the V' ids, −1 if nowhere
+
+    @classmethod
+    def of(cls, target_logits: Tensor, log_partition: Tensor | None, exit_logits: Tensor, label_rows: Tensor) -> Laws:
+        """From logits [n, V'] of both at the loss's temperature, with as few passes over [n, V'] as can be.
+
+        Args:
+            log_partition: [n], the target's logsumexp over its whole vocabulary; None where nothing is trimmed.
+        """
+        p, q = target_logits.softmax(dim=-1), exit_logits.softmax(dim=-1)
+        log_sum = _log_partition(target_logits, p)
+        log_kept = torch.zeros_like(log_sum) if log_partition is None else log_sum - log_partition
+        log_p = target_logits - (log_sum - log_kept).unsqueeze(-1)
+        log_q = exit_logits - _log_partition(exit_logits, q).unsqueeze(-1)
+        if log_partition is not None:
+            p.mul_(log_kept.exp().unsqueeze(-1))
+        return cls(log_p, log_q, p, q, log_kept, label_rows)
+
+    @property
+    def kept(self) -> Tensor:
+        return self.log_kept.exp()  # [n]
+
+
+def evaluate(loss: ExitLoss, laws: Laws) -> tuple[Tensor, Tensor]:
+    """Each term of `loss.weights`, unweighted, summed over n: [terms]; and the weighted sum's slope in the exit's
+    logits at temperature 1 [n, V']."""
+    values, slope = [], None
+    for name, weight in loss.weights.items():
+        value, own_slope = _TERM[name](laws, loss)
+        values.append(value.sum())
+        own_slope.mul_(weight / loss.temperature)
+        slope = own_slope if slope is None else slope.add_(own_slope)
+    assert slope is not None, "a loss without terms: check() refuses it"
+    return torch.stack(values), slope
+
+
+# ---- terms: value [n] and slope in the exit's logits [n, V'] ----
+
+
+def _kl(laws: Laws, _: ExitLoss) -> tuple[Tensor, Tensor]:
+    kept = laws.kept
+    value = _dot(laws.p, laws.log_p - laws.log_q) - kept * laws.log_kept
+    return value, kept.unsqueeze(-1) * laws.q - laws.p
+
+
+def _topk_kl(laws: Laws, loss: ExitLoss) -> tuple[Tensor, Tensor]:
+    if loss.top_k >= laws.p.shape[-1]:
+        return _kl(laws, loss)
+    kept = laws.kept
+    log_p, top = laws.log_p.topk(loss.top_k, dim=-1)  # [n, k]
+    log_q = laws.log_q.gather(-1, top)
+    log_p_rest = laws.log_p.scatter(-1, top, -math.inf).logsumexp(dim=-1)  # [n]
+    log_q_rest = laws.log_q.scatter(-1, top, -math.inf).logsumexp(dim=-1)
+    value = _dot(log_p.exp(), log_p - log_q) + log_p_rest.exp() * (log_p_rest - log_q_rest) - kept * laws.log_kept
+    # Inside a cell the slope can't tell ids apart: the target's share of the rest is spread as the exit spreads its own
+    share = (laws.log_q + (log_p_rest - log_q_rest).unsqueeze(-1)).exp().scatter_(-1, top, log_p.exp())
+    return value, kept.unsqueeze(-1) * laws.q - share
+
+
+def _reverse_kl(laws: Laws, _: ExitLoss) -> tuple[Tensor, Tensor]:
+    ratio = laws.log_q - laws.log_p
+    return _dot(laws.q, ratio), _through_softmax(laws.q, ratio)
+
+
+def _jsd(laws: Laws, _: ExitLoss) -> tuple[Tensor, Tensor]:
+    log_mean = torch.logaddexp(laws.log_p, laws.log_q) - math.log(2)
+    ratio = laws.log_q - log_mean
+    lost = -torch.expm1(laws.log_kept)
+    value = 0.5 * (_dot(laws.p, laws.log_p - log_mean) + _dot(laws.q, ratio) + lost * math.log(2))
+    return value, _through_softmax(laws.q, 0.5 * ratio)
+
+
+def _tv(laws: Laws, _: ExitLoss) -> tuple[Tensor, Tensor]:
+    accepted = torch.minimum(laws.p, laws.q).sum(dim=-1)
+    return 1 - accepted, _through_softmax(laws.q, (laws.q < laws.p).to(laws.q.dtype).neg_())
+
+
+def _ce(laws: Laws, _: ExitLoss) -> tuple[Tensor, Tensor]:
+    known = (laws.label_rows >= 0).to(laws.q.dtype)  # [n]
+    rows = laws.label_rows.clamp(min=0).unsqueeze(-1)  # [n, 1]
+    slope = laws.q * known.unsqueeze(-1)
+    slope.scatter_add_(-1, rows, -known.unsqueeze(-1))
+    return -laws.log_q.gather(-1, rows).squeeze(-1) * known, slope
+
+
+_TERM: dict[str, Callable[[Laws, ExitLoss], tuple[Tensor, Tensor]]] = {
+    "kl": _kl,
+    "reverse_kl": _reverse_kl,
+    "jsd": _jsd,
+    "topk_kl": _topk_kl,
+    "tv": _tv,
+    "ce": _ce,
+}
 
 
 def _log_partition(logits: Tensor, probs: Tensor) -> Tensor:
@@ -67,9 +184,11 @@ def _log_partition(logits: Tensor, probs: Tensor) -> Tensor:
     return logits.amax(dim=-1) - probs.amax(dim=-1).log()
 
 
-@torch.no_grad()
-def top_ids(states: Tensor, unembed: Unembed, ids: Tensor | None = None, chunk: int = CHUNK) -> Tensor:
-    """[N, E] → the most likely token id of each state [N] int64; `ids` [V'] names the rows of a trimmed unembedding."""
-    picks = [unembed(part).argmax(dim=-1) for part in states.split(chunk)]
-    rows = torch.cat(picks) if picks else torch.zeros(0, dtype=torch.int64, device=states.device)
-    return rows if ids is None else ids[rows]
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """[n, V'] each → row by row [n]."""
+    return (a * b).sum(dim=-1)
+
+
+def _through_softmax(q: Tensor, slope: Tensor) -> Tensor:
+    """From the slope in q to the one in the logits that q is the softmax of."""
+    return q * (slope - _dot(q, slope).unsqueeze(-1))

@@ -5,25 +5,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 
-from train.acceptance import Acceptance
 from train.base_model import load_base
 from train.batches import Batch
 from train.checkpoint import check_record, checkpoints_for, record_of
+from train.costs import check_costs, default_costs
+from train.figures import Figures
 from train.heads import ExitConfig, choose_draft_vocab
-from train.losses import kl_sum, top_ids
+from train.linear_loss import Judge, LossSum, Readout, exit_losses, top_ids
 from train.model import EarlyExitModel
+from train.resume import random_states, set_random_states
+from train.step import Step
 
 
 class Labels(NamedTuple):
     """States at the positions that predict labels."""
 
+    ids: Tensor  # [N] int64, the labels themselves
     target: Tensor  # [N, E]
     exits: dict[str, Tensor]  # exit name → [N, E]
     breaks: Tensor  # [N] bool, True where a new stretch of labels begins
@@ -42,7 +45,11 @@ class EarlyExitModule(LightningModule):
         weight_decay: AdamW's, on matrices only.
         warmup_steps: optimizer steps over which the rate grows; it then falls linearly, to a tenth at the end.
         betas: AdamW's.
-        exit_weights: exit name → weight of its loss; 1 where not named.
+        num_draft_tokens: γ, the longest window of drafts whose acceptance validation counts, position by position.
+        costs: exit name or `target` → cost of one call as a share of a plain decoding step, for the predicted speed-up.
+            Where not named: the share of the weights that the call reads.
+        max_skipped_steps: steps in a row that may be left out because loss or gradient is not finite, before training
+            stops.
         warm_start: a folder heads/ whose weights to begin with. Nothing else is taken over; to go on with a run that
             stopped, give --ckpt_path instead.
     """
@@ -58,7 +65,9 @@ class EarlyExitModule(LightningModule):
         weight_decay: float = 0.01,
         warmup_steps: int = 20,
         betas: tuple[float, float] = (0.9, 0.95),
-        exit_weights: dict[str, float] | None = None,
+        num_draft_tokens: int = 4,
+        costs: dict[str, float] | None = None,
+        max_skipped_steps: int = 10,
         warm_start: str | None = None,
     ) -> None:
         super().__init__()
@@ -67,17 +76,20 @@ class EarlyExitModule(LightningModule):
             raise ValueError(f"model.lr={lr} must be greater than 0")
         if warmup_steps < 0:
             raise ValueError(f"model.warmup_steps={warmup_steps} must be at least 0")
-        self.exit_weights = dict(exit_weights or {})
-        unknown = set(self.exit_weights) - {e.name for e in exits}
-        if unknown:
-            raise ValueError(f"model.exit_weights: {sorted(unknown)[0]!r} is none of the exits")
+        if num_draft_tokens < 1:
+            raise ValueError(f"model.num_draft_tokens={num_draft_tokens} must be at least 1")
+        if max_skipped_steps < 0:
+            raise ValueError(f"model.max_skipped_steps={max_skipped_steps} must be at least 0")
+        check_costs(costs or {}, [e.name for e in exits])
         self.model = EarlyExitModel(load_base(base, revision, dtype), exits)
         self.model.heads.float().train()
         if warm_start is not None:
             self.model.load_heads(warm_start)
-        self._step_tokens = 0  # labels seen since the last optimizer step, on this rank
-        self._losses: dict[str, float] = {}
-        self._acceptance: dict[tuple[str, str], Acceptance] = {}
+        self._step = Step(max_skipped_steps)
+        self._stopped: dict[str, Any] = {}  # what a checkpoint held of the moment at which it was written
+        self.num_draft_tokens = num_draft_tokens
+        self.costs = default_costs(self.model) | (costs or {})
+        self._figures = self._new_figures()
 
     # ---- set-up ----
 
@@ -138,39 +150,46 @@ class EarlyExitModule(LightningModule):
 
     def on_train_start(self) -> None:
         """After a resume the config's numbers hold, not those that the checkpoint stored."""
-        self._step_tokens = 0
+        self._step.begin()
         for scheduler in [self.lr_schedulers()]:
             scheduler.base_lrs = [self.lr] * len(scheduler.base_lrs)
             for group in scheduler.optimizer.param_groups:
                 group["initial_lr"], group["betas"] = self.lr, self.betas
                 group["lr"] = self.lr * self._lr_scale(scheduler.last_epoch)
                 group["weight_decay"] = self.weight_decay if group["params"][0].ndim > 1 else 0.0
+        if "step" in self._stopped:
+            self._step.load_state(self._stopped["step"], dict(self.model.heads.named_parameters()))
+        if "random" in self._stopped:
+            set_random_states(self._stopped["random"])
+        self._stopped = {}
 
     # ---- training ----
 
-    def training_step(self, batch: Batch, _: int) -> Tensor:
+    def training_step(self, batch: Batch, index: int) -> Tensor:
         """The loss summed over this batch's labels; `on_before_optimizer_step` divides by the step's labels."""
+        if index % self.trainer.accumulate_grad_batches == 0:
+            self._step.begin()  # as Lightning's zero_grad: a batch may come again after an interrupt
         labels = self.labels(batch)
         num_labels = len(labels.breaks)
-        self._step_tokens += num_labels
         total = torch.zeros((), device=self.device)
-        for name, loss in self._loss_sums(labels).items():
-            total = total + self.exit_weights.get(name, 1.0) * loss
-            self.log(f"train/{name}/loss", loss.detach() / num_labels, batch_size=num_labels)
-        self.log("train/loss", total.detach() / num_labels, prog_bar=True, batch_size=num_labels)
+        for name, loss in self._losses_of(labels).items():
+            total = total + loss.total
+            figures = {"loss": loss.total.detach(), **loss.terms}
+            self.log_dict(
+                {f"train/{name}/{key}": value / max(1, num_labels) for key, value in figures.items()},
+                batch_size=num_labels,
+            )
+        self._step.add(total, num_labels)
+        self.log("train/loss", total.detach() / max(1, num_labels), prog_bar=True, batch_size=num_labels)
         return total
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        # A token must weigh the same wherever it stands: the mean of micro-batch means would favour short rows. So the
-        # batches' losses are sums, and here, once per step, the gradient is divided by the labels of all micro-batches
-        # on all ranks. Lightning has divided by accumulate_grad_batches and DDP by the number of ranks: undone here.
-        tokens = torch.tensor(float(self._step_tokens), device=self.device)
-        tokens = self.trainer.strategy.reduce(tokens, reduce_op="sum")
-        scale = self.trainer.accumulate_grad_batches * self.trainer.world_size / float(tokens)
-        for parameter in self.model.trainable_parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale)
-        self._step_tokens = 0
+        trainer = self.trainer
+        # Lightning has divided by accumulate_grad_batches, and DDP by the number of ranks
+        undo = trainer.accumulate_grad_batches * trainer.world_size
+        parameters = dict(self.model.heads.named_parameters())
+        self._step.finish(parameters, lambda sums: trainer.strategy.reduce(sums, reduce_op="sum"), undo)
+        self.log("train/skipped_steps", float(self._step.num_skipped))
 
     def labels(self, batch: Batch) -> Labels:
         """The states that predict the batch's labels; the label at t is predicted at t − 1."""
@@ -178,33 +197,32 @@ class EarlyExitModule(LightningModule):
         mask = batch.loss_mask[:, 1:]
         begins = mask & ~batch.loss_mask[:, :-1]
         pick = {name: states[:, :-1][mask] for name, states in outputs.exits.items()}
-        return Labels(outputs.target[:, :-1][mask], pick, begins[mask])
+        return Labels(batch.token_ids[:, 1:][mask], outputs.target[:, :-1][mask], pick, begins[mask])
 
-    def _loss_sums(self, labels: Labels) -> dict[str, Tensor]:
-        """Exit name → KL summed over the labels."""
-        return {
-            name: kl_sum(labels.target, states, self.model.exit_unembedding(name))
-            for name, states in labels.exits.items()
+    def _losses_of(self, labels: Labels) -> dict[str, LossSum]:
+        """Exit name → its loss, summed over the labels."""
+        judge = Judge(labels.target, labels.ids, self.model.unembed)
+        readouts = {
+            e.name: Readout(e.training_loss, self.model.exit_unembedding(e.name), self.model.draft_vocabs.get(e.name))
+            for e in self.model.exits
         }
+        return exit_losses(judge, readouts, labels.exits)
 
     # ---- validation ----
 
+    def _new_figures(self) -> Figures:
+        return Figures([e.name for e in self.model.exits], self.costs, self.num_draft_tokens)
+
     def on_validation_epoch_start(self) -> None:
-        names = [e.name for e in self.model.exits]
-        self._losses = dict.fromkeys(names, 0.0)
-        pairs = [(name, "target") for name in names] + list(pairwise(names))
-        self._acceptance = {pair: Acceptance() for pair in pairs}
+        self._figures = self._new_figures()
 
     def validation_step(self, batch: Batch, _: int) -> None:
         labels = self.labels(batch)
-        for name, loss in self._loss_sums(labels).items():
-            self._losses[name] += float(loss)
         picks = {"target": top_ids(labels.target, self.model.unembed)}
         for name, states in labels.exits.items():
             ids = self.model.draft_vocabs.get(name)
             picks[name] = top_ids(states, self.model.exit_unembedding(name), ids)
-        for (drafter, judge), acceptance in self._acceptance.items():
-            acceptance.update(picks[drafter], picks[judge], labels.breaks)
+        self._figures.update(self._losses_of(labels), picks, labels.breaks)
 
     def on_validation_epoch_end(self) -> None:
         self._log_figures("val")
@@ -219,30 +237,25 @@ class EarlyExitModule(LightningModule):
         self._log_figures("test")
 
     def _log_figures(self, stage: str) -> None:
-        """Figures of all ranks together, as sums over tokens and rounds."""
-        counts = [n for acceptance in self._acceptance.values() for n in acceptance.counts()]
-        sums = torch.tensor([*self._losses.values(), *counts], dtype=torch.float32, device=self.device)
-        sums = self.trainer.strategy.reduce(sums, reduce_op="sum")
-        totals = sums[len(self._losses) :].round().long().view(-1, 4).tolist()
-        acceptance = {pair: Acceptance(*total) for pair, total in zip(self._acceptance, totals)}
-        figures: dict[str, float] = {}
-        for name, loss in zip(self._losses, sums.tolist()):
-            figures[f"{name}/loss"] = loss / max(1, acceptance[name, "target"].num_tokens)
-        for (drafter, judge), counted in acceptance.items():
-            suffix = "" if judge == "target" else f"_{judge}"
-            figures[f"{drafter}/agreement{suffix}"] = counted.agreement
-            figures[f"{drafter}/acceptance_length{suffix}"] = counted.length
-        lengths = [counted.length for (_, judge), counted in acceptance.items() if judge == "target"]
-        self.log(f"{stage}/acceptance_length", sum(lengths) / len(lengths), prog_bar=True)
-        self.log_dict({f"{stage}/{key}": value for key, value in figures.items()})
+        """Figures of all ranks together."""
+        sums = torch.tensor(self._figures.sums(), dtype=torch.float64, device=self.device)
+        self._figures.set_sums(self.trainer.strategy.reduce(sums, reduce_op="sum").tolist())
+        for key, value in self._figures.named().items():
+            self.log(f"{stage}/{key}", value, prog_bar=key in ("acceptance_length", "speedup"))
 
     # ---- checkpoints ----
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["early_exit"] = record_of(self.model)
+        stopped: dict[str, Any] = {"random": random_states()}
+        # Of several ranks only one writes, and what it has is only its own part: there the half step is dropped
+        if self._step.num_tokens and self.trainer.world_size == 1:
+            stopped["step"] = self._step.state(dict(self.model.heads.named_parameters()))
+        checkpoint["stopped"] = stopped
 
     def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
         """Refuse a checkpoint of other exits or another base before any weight is touched."""
         record = check_record(self.model, checkpoint.get("early_exit"))
         for name, ids in record["draft_vocabs"].items():
             self.model.set_draft_vocab(name, torch.tensor(ids, dtype=torch.int64))
+        self._stopped = checkpoint.get("stopped", {})

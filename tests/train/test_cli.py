@@ -90,6 +90,8 @@ def test_lint_lists_every_bad_row_and_says_by_its_exit_code_that_fit_would_stop(
         (["--model.exits", '[{"name": "a", "layer": 4}, {"name": "b", "layer": 2}]'], ["exits.b.layer=2", "deeper"]),
         (["--model.exits", '[{"name": "draft", "layr": 1}]'], ["layr"]),
         (["--model.exits", '[{"name": "draft", "layer": 1, "head": "deep"}]'], ["head", "native", "deep"]),
+        (["--model.exits", '[{"name": "draft", "layer": 1, "loss": {"kll": 1}}]'], ["kll"]),
+        (["--model.exits", '[{"name": "draft", "layer": 1, "loss": {"tv": -1}}]'], ["exits.draft.loss.tv=-1"]),
         (["--trainer.devices", "two"], ["trainer", "two"]),
         (["--data.train_files", "nowhere.jsonl"], ["nowhere.jsonl"]),
         (["--data.num_workers", "-1"], ["data.num_workers=-1"]),
@@ -101,6 +103,28 @@ def test_a_mistake_is_one_line_that_names_it(config, tmp_path, capsys, flags, wo
     line = capsys.readouterr().err.strip().splitlines()[-1]
     assert line.startswith("error: ") and all(word in line for word in words)
     assert not (tmp_path / "run" / "heads").exists()
+
+
+@pytest.mark.parametrize("monitor", ["val/acceptance_length", "val/speedup", "val/draft/acceptance_rate_1"])
+def test_training_stops_early_by_the_figure_that_serving_is_about(config, tmp_path, monitor):
+    """At this learning rate nothing changes, so the second validation is no better than the first."""
+    stopping = {
+        "class_path": "lightning.pytorch.callbacks.EarlyStopping",
+        "init_args": {"monitor": monitor, "mode": "max", "patience": 1},
+    }
+    flags = ["--trainer.callbacks", json.dumps([stopping]), "--trainer.max_epochs", "9", "--model.lr", "1e-12"]
+    assert main(["fit", "--config", str(config), *flags]) == 0
+    assert torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)["epoch"] == 1
+
+
+def test_a_loss_in_the_config_holds_and_adds_nothing_of_the_default(config, capsys):
+    exits = (
+        '[{"name": "draft", "layer": 1, "loss": {"tv": 0.5, "ce": 0.1, "temperature": 0.8}}, {"name": "b", "layer": 2}]'
+    )
+    assert main(["fit", "--config", str(config), "--model.exits", exits, "--print_config"]) == 0
+    draft, deeper = yaml.safe_load(capsys.readouterr().out)["model"]["exits"]
+    assert (draft["loss"]["tv"], draft["loss"]["ce"], draft["loss"]["temperature"]) == (0.5, 0.1, 0.8)
+    assert draft["loss"]["kl"] == 0 and deeper["loss"] is None
 
 
 def test_a_checkpoint_that_is_cut_short_or_runs_code_is_refused(config, tmp_path, capsys):

@@ -1,5 +1,6 @@
 """The Lightning module on tiny bases: weighting, checkpoints, resume, trimmed vocabularies."""
 
+import dataclasses
 import json
 
 import pytest
@@ -11,6 +12,7 @@ from train.batches import collate, collate_packed
 from train.chat import Encoded
 from train.data import DistillationDataModule
 from train.heads import ExitConfig
+from train.losses import ExitLoss
 from train.module import EarlyExitModule
 
 EXITS = [
@@ -68,6 +70,10 @@ def test_fit_lowers_the_loss_and_leaves_heads_that_load(base_folder, data, tmp_p
     after = trainer(tmp_path / "x").validate(module, data, verbose=False)[0]
     assert after["val/intermediate/loss"] < before["val/intermediate/loss"]
     assert 1 <= after["val/draft/acceptance_length"] <= 5
+    rates = [after[f"val/draft/acceptance_rate_{j}"] for j in (1, 2, 3, 4)]
+    assert rates == sorted(rates, reverse=True)
+    assert after["val/draft/acceptance_length"] == pytest.approx(1 + sum(rates))
+    assert after["val/speedup"] >= max(after["val/draft/speedup"], after["val/hispec_speedup"])
     assert {"val/draft/agreement", "val/draft/agreement_intermediate", "val/intermediate/agreement"} <= set(after)
 
     warm = EarlyExitModule(str(base_folder), EXITS, warm_start=str(tmp_path / "run" / "heads"))
@@ -83,6 +89,50 @@ def test_a_checkpoint_holds_heads_only_and_plain_types(base_folder, data, tmp_pa
     assert all(key.startswith("model.heads.") for key in content["state_dict"])
     heads = sum(p.numel() for p in module.model.heads.parameters()) * 4
     assert file.stat().st_size < 3 * heads + 100_000  # weights and AdamW's two moments
+
+
+def test_a_step_that_is_not_finite_leaves_weights_and_moments_alone(base_folder, data, tmp_path):
+    """The second of three steps is broken: the run ends as if only the other two had been."""
+
+    class Broken(EarlyExitModule):
+        def training_step(self, batch, index):
+            loss = super().training_step(batch, index)
+            if index in self.broken:
+                self._step.add(loss * torch.nan, 0)
+                return loss * torch.nan
+            return loss
+
+    def fitted(broken, **options):
+        torch.manual_seed(0)
+        module = Broken(str(base_folder), EXITS, lr=0.01, warmup_steps=0, **options)
+        module.broken = broken
+        run = trainer(tmp_path, max_epochs=1, enable_checkpointing=False)
+        run.fit(module, datamodule=data)
+        return run, module
+
+    run, module = fitted({1})
+    assert float(run.callback_metrics["train/skipped_steps"]) == 1
+    states = run.optimizers[0].state.values()
+    assert {int(state["step"]) for state in states} == {2}
+    assert all(p.isfinite().all() for p in module.parameters())
+    with pytest.raises(ValueError, match=r"2 optimizer steps in a row .*Lower model\.lr.*max_skipped_steps=1"):
+        fitted({0, 1, 2}, max_skipped_steps=1)
+
+
+def test_an_error_on_the_way_leaves_a_checkpoint_to_go_on_from(base_folder, data, tmp_path):
+    class Fails(EarlyExitModule):
+        def training_step(self, batch, index):
+            if index == 2:
+                raise RuntimeError("out of memory")
+            return super().training_step(batch, index)
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer(tmp_path).fit(Fails(str(base_folder), EXITS), datamodule=data)
+    run = trainer(tmp_path)
+    run.fit(EarlyExitModule(str(base_folder), EXITS), datamodule=data, ckpt_path=tmp_path / "interrupted.ckpt")
+    assert run.global_step == 3
+    trainer(tmp_path).validate(EarlyExitModule(str(base_folder), EXITS), data, tmp_path / "last.ckpt", verbose=False)
+    assert not (tmp_path / "interrupted.ckpt").exists()
 
 
 def test_resume_goes_on_and_refuses_other_exits(base_folder, data, tmp_path):
@@ -106,3 +156,56 @@ def test_a_bfloat16_base_trains_float32_heads(base_folder, data, tmp_path):
     module = EarlyExitModule(str(base_folder), EXITS, dtype="bfloat16")
     trainer(tmp_path, limit_train_batches=1).fit(module, datamodule=data)
     assert {p.dtype for p in module.parameters()} == {torch.float32}
+
+
+def test_an_exits_loss_is_what_its_config_asks_for(base_folder, data, tmp_path):
+    """Every term moves the heads, and the logged total is the weighted sum of the logged terms."""
+    exits = [
+        ExitConfig(name="draft", layer=2, head="layer", vocab_size=64, loss=ExitLoss(tv=1.0, ce=0.5)),
+        ExitConfig(name="intermediate", layer=4, head="linear", loss=ExitLoss(jsd=2.0, temperature=0.8)),
+    ]
+    run = trainer(tmp_path, limit_train_batches=1, precision="bf16-mixed")
+    run.fit(EarlyExitModule(str(base_folder), exits), datamodule=data)
+    seen = {key: float(value) for key, value in run.callback_metrics.items()}
+    assert seen["train/draft/loss"] == pytest.approx(seen["train/draft/tv"] + 0.5 * seen["train/draft/ce"], rel=1e-5)
+    assert seen["train/intermediate/loss"] == pytest.approx(2 * seen["train/intermediate/jsd"], rel=1e-5)
+    assert seen["train/loss"] == pytest.approx(seen["train/draft/loss"] + seen["train/intermediate/loss"], rel=1e-5)
+    # the loss is no part of what heads are: the same exits with other losses load them
+    other = [dataclasses.replace(e, loss=None) for e in exits]
+    EarlyExitModule(str(base_folder), other, warm_start=str(tmp_path / "heads"))
+
+
+def test_every_base_layer_runs_once_for_all_exits(base_folder):
+    exits = [ExitConfig(name=f"e{layer}", layer=layer, head="layer") for layer in (1, 2, 5)]
+    module = EarlyExitModule(str(base_folder), exits)
+    runs = []
+    for number, layer in enumerate(module.model.family.decoder.layers):
+        layer.register_forward_hook(lambda *_, number=number: runs.append(number))
+    module._losses_of(module.labels(collate([Encoded([5, 6, 7], [False, True, True])])))
+    assert runs == [0, 1, 2, 3, 4, 5]
+
+
+def test_every_parameter_gets_a_gradient_even_from_rows_without_labels(base_folder):
+    """B16: under DDP a parameter that no gradient reaches stops the run."""
+    exits = [
+        ExitConfig(name="a", layer=1, head="native"),
+        ExitConfig(name="b", layer=2, head="layer", loss=ExitLoss(ce=1.0)),
+        ExitConfig(name="c", layer=4, head="linear"),
+    ]
+    module = EarlyExitModule(str(base_folder), exits)
+    for mask in ([False, True, True], [False, False, False]):
+        labels = module.labels(collate([Encoded([5, 6, 7], mask)]))
+        module.zero_grad()
+        sum(loss.total for loss in module._losses_of(labels).values()).backward()
+        assert [n for n, p in module.named_parameters() if p.requires_grad and p.grad is None] == []
+
+
+def test_costs_are_the_weights_that_a_call_reads_unless_the_config_knows_better(base_folder):
+    module = EarlyExitModule(str(base_folder), EXITS, costs={"intermediate": 0.5})
+    layer = sum(p.numel() for p in module.model.family.decoder.layers[0].parameters())
+    plain = 6 * layer + 320 * 48
+    assert module.costs["draft"] == pytest.approx((3 * layer + 48 + 64 * 48) / plain)  # its own layer and norm too
+    assert (module.costs["intermediate"], module.costs["target"]) == (0.5, 1.0)
+    for costs, reason in [({"drat": 1.0}, r"model\.costs: 'drat' is none of draft"), ({"draft": 0.0}, r"draft=0\.0")]:
+        with pytest.raises(ValueError, match=reason):
+            EarlyExitModule(str(base_folder), EXITS, costs=costs)
