@@ -9,6 +9,8 @@ PYTEST_ARGS ?=
 
 # Waiting threads that spin steal the cores of whoever else is busy; the bench wants them, on an idle machine.
 PASSIVE  := OMP_WAIT_POLICY=PASSIVE
+# Two processes of one thread each; worksteal keeps most files, and so their fixtures, in one of them
+PARALLEL := -n 2 --dist worksteal
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 
 .DELETE_ON_ERROR:
@@ -52,10 +54,10 @@ $(ARTIFACT)/hispec.json: $(HEADS)/heads.safetensors | venv
 # ---- checks ------------------------------------------------------------------------------------------------------
 
 test: venv
-	$(TEST_ENV) $(PY) -m pytest -q -m 'not slow' $(PYTEST_ARGS)
+	$(TEST_ENV) $(PY) -m pytest -q $(PARALLEL) -m 'not slow' $(PYTEST_ARGS)
 
 test-all: venv
-	$(TEST_ENV) $(PY) -m pytest -q $(PYTEST_ARGS)
+	$(TEST_ENV) $(PY) -m pytest -q $(PARALLEL) $(PYTEST_ARGS)
 
 lint: venv
 	$(PY) -m ruff check .
