@@ -11,7 +11,6 @@ from train.batches import bucket, collate, collate_packed, num_tokens, pack
 from train.chat import Encoded
 from train.data import DistillationDataModule
 from train.heads import ExitConfig
-from train.losses import kl_sum
 from train.model import EarlyExitModel
 
 EXITS = [ExitConfig(name="draft", layer=2, head="layer"), ExitConfig(name="intermediate", layer=4, head="linear")]
@@ -88,11 +87,11 @@ def losses(model, batch):
     """Exit name → KL of each label, in the rows' order."""
     outputs = model(batch.token_ids, batch.positions)
     mask = batch.loss_mask[:, 1:]
-    target = outputs.target[:, :-1][mask]
+    target = model.unembed(outputs.target[:, :-1][mask]).log_softmax(dim=-1)
     found = {}
     for name, states in outputs.exits.items():
-        own = states[:, :-1][mask]
-        found[name] = torch.stack([kl_sum(t[None], o[None], model.unembed) for t, o in zip(target, own)])
+        own = model.unembed(states[:, :-1][mask]).log_softmax(dim=-1)
+        found[name] = torch.nn.functional.kl_div(own, target, reduction="none", log_target=True).sum(dim=-1)
     return found
 
 
