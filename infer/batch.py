@@ -19,7 +19,7 @@ from infer.row import Row
 
 RING_SIZE = 64  # positions of hidden states kept per row between two tiers
 
-_MAX_TABLES = 64  # batches whose block tables are kept
+_MAX_TABLES = 16  # batches whose block tables are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class BlockTables:
                 self._kept.clear()
             filled = [table[:num_blocks] + table[:1] * (num_blocks - len(table)) for table in tables]
             # The lists are held, so that no others can come to have their ids
-            kept = self._kept[key] = tables, torch.tensor(filled, device=self._device)
+            kept = self._kept[key] = tables, to_device(torch.tensor(filled), self._device)
         return kept[1]
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from infer.llm import LLM
-from infer.output import TierMetrics
+from infer.output import TierMetrics, check_whole
 from infer.params import SamplingParams
 from infer.peers import TransformersPeer
 from infer.strategy import Policy
@@ -111,14 +111,14 @@ def run_bench(
     names = list(dict.fromkeys([BASELINE, *strategies]))
     before = llm.engine.runner.bitwise
     results: list[Result] = []
-    for batch_size in batch_sizes:
+    for batch_size in dict.fromkeys(batch_sizes):
         groups = [prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size)]
-        for temperature in temperatures or [params.temperature]:
+        for temperature in dict.fromkeys(temperatures or [params.temperature]):
             contenders = [
                 Contender(name, batch_size, temperature, bits, verification)
                 for name in names
                 for bits in bitwise or [before]
-                for verification in (("identity",) if name == BASELINE else verifications)
+                for verification in (("identity",) if name == BASELINE else dict.fromkeys(verifications))
             ]
             if peer is not None:
                 contenders.append(Contender(PEER, batch_size, temperature))
@@ -155,6 +155,7 @@ def _run(
         start = time.perf_counter()
         outputs = llm.generate(list(group), params)
         seconds = time.perf_counter() - start
+        check_whole(outputs)
         token_ids = [list(output.outputs[0].token_ids) for output in outputs]
         for output in outputs:
             result.acceptance.add(output.metrics.tiers)

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from infer.llm import LLM
+from infer.output import check_whole
 from infer.params import SamplingParams
 from infer.peers import TransformersPeer
 from infer.strategy import Policy
@@ -100,13 +101,18 @@ def check(
         params: greedy, or with a seed: without one every run would draw its own.
         peer: Hugging Face's greedy texts are compared as well.
         max_logit_error: of the artifact's target against the model, relative to the largest logit (parity.json).
+
+    Raises:
+        ValueError: a request failed.
     """
     assert params.is_greedy or params.seed is not None, params
 
     def texts(strategy: str, batch_size: int) -> list[list[int]]:
         llm.use(strategy, policy)
         groups = [list(prompts[i : i + batch_size]) for i in range(0, len(prompts), batch_size)]
-        return [list(output.outputs[0].token_ids) for group in groups for output in llm.generate(group, params)]
+        outputs = [output for group in groups for output in llm.generate(group, params)]
+        check_whole(outputs)
+        return [list(output.outputs[0].token_ids) for output in outputs]
 
     plain = texts(PLAIN, 1)
     results: list[Comparison] = []

@@ -193,13 +193,17 @@ def with_graphs(
     manifest: Manifest,
     max_num_seqs: int,
     capture: Capture,
+    bitwise: bool = True,
 ) -> dict[str, Program]:
-    """Every program behind its graphs, which are recorded when a bucket is first met."""
+    """Every program behind its graphs, which are recorded when a bucket is first met.
+
+    With `bitwise` no bucket is larger than the range in which a token's results have the same bits.
+    """
     limits = manifest.limits
     graphed = dict[str, Program]()
     for name, program in programs.items():
         info = infos[name]
-        most = info.bitwise_range[1] if info.bitwise_range else None
+        most = info.bitwise_range[1] if info.bitwise_range and bitwise else None
         if info.kv_layers:
             sizes = Sizes(
                 batch=max_num_seqs,

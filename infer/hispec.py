@@ -24,7 +24,7 @@ from infer.runner import Runner
 from infer.sampler import PickParams
 from infer.stats import TierStats
 
-NAN_LOGITS = "the target's logits are NaN"
+NAN_LOGITS = "the target's logits are not finite"
 NOTHING_ALLOWED = "allowed_token_ids, bad_words and min_tokens together leave no token to pick"
 NOTHING_IN_GRAMMAR = (
     "the grammar of structured_outputs, with allowed_token_ids, bad_words and min_tokens, leaves no token to pick"
@@ -85,6 +85,7 @@ class Round:
         self.rule.begin(rows)
         self._verdicts.clear()
         self._run_stage(list(rows), len(self.stages) - 1)
+        self.rule.begin(())  # which holds rows and laws for a round alone
         # Counted at the end, as a round that breaks off is run again
         for row, level, num_drafted, num_accepted in self._verdicts:
             self.stats[level].add(num_drafted, num_accepted)
@@ -109,7 +110,7 @@ class Round:
         return num_waiting < self.stages[level].window and num_tokens + 1 + num_above <= row.max_len
 
     def _judge(self, rows: list[Row], level: int) -> None:
-        """Score what is new to the stage's tier, accept what it would have picked itself, append its own token."""
+        """Score what is new to the stage's tier, accept what the rule lets pass, append the judge's own token."""
         tier = self.stages[level].tier
         starts = [row.cursors[tier] for row in rows]  # each row's proposals begin one position further
         logits = self.runner.score(rows, tier)  # [N, V]
@@ -154,7 +155,7 @@ class Round:
 def _note_failure(row: Row, logits: Tensor, has_no_pick: Sequence[bool], has_no_token: bool) -> None:
     """Why there is no pick at some of the positions of logits [T, V]: they are broken, or the row's own rules leave no
     id of this exit's. `has_no_token`: so the row can't go on."""
-    broken = [not bool(line.max() > -torch.inf) for line in logits[torch.tensor(has_no_pick)]]
+    broken = [not bool(line.max().isfinite()) for line in logits[torch.tensor(has_no_pick)]]
     row.has_nan = row.has_nan or any(broken)
     if has_no_token:  # the first position without a pick is where the row stands
         nothing = NOTHING_ALLOWED if row.grammar is None else NOTHING_IN_GRAMMAR

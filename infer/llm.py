@@ -27,8 +27,8 @@ from infer.pool_size import default_num_blocks
 from infer.prefix_cache import PrefixCache
 from infer.processors import Rules
 from infer.request import Request
-from infer.runner import Runner
-from infer.strategy import Policy, rule_of, stages_of
+from infer.runner import Program, Runner
+from infer.strategy import Policy, most_scored, rule_of, stages_of
 from infer.tokenizer import load_tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -88,10 +88,16 @@ class LLM:
     ) -> None:
         policy = Policy(num_draft_tokens=num_draft_tokens, window=window, inner_rounds=inner_rounds)
         strategy = "autoregressive" if strategy == "auto" else strategy
-        if max_num_seqs < 1:
-            raise ValueError(f"max_num_seqs={max_num_seqs} must be at least 1")
-        if max_num_prefill_tokens < 1:
-            raise ValueError(f"max_num_prefill_tokens={max_num_prefill_tokens} must be at least 1")
+        for name, value, least in (
+            ("max_num_seqs", max_num_seqs, 1),
+            ("max_num_prefill_tokens", max_num_prefill_tokens, 1),
+            ("num_blocks", 2 if num_blocks is None else num_blocks, 2),  # one of them is the null block
+        ):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
+        for name, flag in (("bitwise", bitwise), ("enforce_eager", enforce_eager)):
+            if not isinstance(flag, bool):
+                raise ValueError(f"{name}={flag!r} must be True or False")
         if not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization={gpu_memory_utilization} must lie in (0, 1]")
         check_device(device)
@@ -125,13 +131,13 @@ class LLM:
                 max_num_seqs,
                 device=device,
                 gpu_memory_utilization=gpu_memory_utilization,
-                num_scored=max(1, stages[0].window),
+                num_scored=most_scored(policy, self.manifest),
             )
-        if device == "cuda" and not enforce_eager:
-            programs = with_graphs(programs, chosen.build.programs, self.manifest, max_num_seqs, CudaCapture())
+        self._max_num_seqs, self._has_graphs = max_num_seqs, device == "cuda" and not enforce_eager
+        self._programs = programs
         runner = Runner(
             self.manifest,
-            programs,
+            self._graphed(bitwise),
             chosen.build.programs,
             load_file(vocab_file, device=device) if vocab_file.exists() else {},
             num_blocks=num_blocks,
@@ -168,8 +174,8 @@ class LLM:
         if self.engine.has_unfinished:
             raise ValueError("requests are running: finish or close their stream before choosing another strategy")
         runner = self.engine.runner
-        if bitwise is not None:
-            runner.bind(runner.programs, bitwise=bitwise)
+        if bitwise is not None and bitwise != runner.bitwise:
+            runner.bind(self._graphed(bitwise), bitwise=bitwise)
         self.engine.round = Round(runner, stages, rule)
         self.strategy, self.verification = strategy, verification
 
@@ -279,6 +285,14 @@ class LLM:
         return request
 
     # ---- internals ----
+
+    def _graphed(self, bitwise: bool) -> Mapping[str, Program]:
+        """The programs as they are called: on CUDA behind graphs."""
+        if not self._has_graphs:
+            return self._programs
+        return with_graphs(
+            self._programs, self.build.programs, self.manifest, self._max_num_seqs, CudaCapture(), bitwise
+        )
 
     def _run(self, requests: Sequence[Request]) -> None:
         for request in requests:

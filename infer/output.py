@@ -1,5 +1,6 @@
-"""What a request gives back, in vLLM's shape. Records only."""
+"""What a request gives back, in vLLM's shape."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -60,3 +61,11 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics = RequestMetrics()
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None for the first token, which nothing predicts
+
+
+def check_whole(outputs: Iterable[RequestOutput]) -> None:
+    """ValueError with the cause if a text was cut short by a fault: a measurement of such texts means nothing."""
+    for output in outputs:
+        for text in output.outputs:
+            if text.finish_reason in ("error", "abort"):
+                raise ValueError(f"request {output.request_id} is incomplete: {text.stop_reason}")

@@ -134,14 +134,14 @@ class RejectionRule:
         if lines.level:
             q.clear()
         if not lines.is_target:
-            state.laws[lines.level] += list(p[: num_accepted + 1])
+            state.laws[lines.level] += [law.copy() for law in p[: num_accepted + 1]]  # not views, which hold all of p
         return Verdict(num_accepted, _draw(own_law, draws[-1]))
 
     def _laws(self, lines: Lines) -> tuple[NDArray[np.float64], list[bool]]:
         """What each line's token is drawn from, [N, V] float64, and whether the line says nothing at all. [N]
 
         Such a line stands for id 0: of a lower stage a bad guess that any judge can weigh."""
-        is_broken = ~(lines.logits.amax(dim=-1) > -torch.inf)  # [N]; NaN is not larger
+        is_broken = ~lines.logits.amax(dim=-1).isfinite()  # [N]; as in `pick`
         own = probabilities(lines.logits, lines.params())  # [N, V']
         laws = own.new_zeros(len(own), self._vocab_size)
         ids = torch.arange(own.shape[1], device=own.device) if lines.ids is None else lines.ids

@@ -20,7 +20,7 @@ def print_bench(
     rows: Sequence[Mapping[str, Any]],
     llm: LLM,
     machine: Machine,
-    roofs: Mapping[int, float],
+    share_of_roof: float | None,
     console: Console | None = None,
 ) -> None:
     """One line per contender; ratios are medians over groups of prompts, quartiles in brackets.
@@ -59,9 +59,9 @@ def print_bench(
         table.add_row(*(cell(row) for _, cell in columns))
     console = console or Console(width=110)
     console.print(table)
-    for share in roofs.values():
+    if share_of_roof is not None:
         console.print(
-            f"Plain decoding at batch 1 moves its weights at {share:.0%} of the measured copy bandwidth "
+            f"Plain decoding at batch 1 moves its weights at {share_of_roof:.0%} of the measured copy bandwidth "
             f"({machine.copy_gigabytes_per_second} GB/s)."
         )
 

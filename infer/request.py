@@ -6,6 +6,7 @@ its siblings. They live and end on their own; what they share is the prompt's bl
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field, replace
 
 from infer.detokenizer import Detokenizer
@@ -15,6 +16,8 @@ from infer.params import SamplingParams
 from infer.processors import Rules
 from infer.row import Row
 from infer.stats import TierStats
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -130,15 +133,29 @@ class Request:
         self._finish("stop", reason)
 
     def fail(self, cause: BaseException) -> None:
-        """End it for a fault of ours; the text stays as it was shown last."""
+        """End it for a fault of ours; a streamed text stays as it was shown last."""
         self.finish_reason, self.stop_reason = "error", f"{type(cause).__name__}: {cause}"
+        if not self.is_streamed:
+            self._take_rest()
 
     def _finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
-        self.text += self.detokenizer.take() + self.detokenizer.finish()
-        # A last token that ends on half a character was held back, and with it the stop string that it completes
-        if reason == "length" and self.detokenizer.stop_string is not None:
-            reason, stop_reason = "stop", self.detokenizer.stop_string
         self.finish_reason, self.stop_reason = reason, stop_reason
+        error = self._take_rest()
+        if error is not None and reason in ("stop", "length"):
+            self.fail(error)
+        elif reason == "length" and self.detokenizer.stop_string is not None:
+            # A last token that ends on half a character was held back, and with it the stop string that it completes
+            self.finish_reason, self.stop_reason = "stop", self.detokenizer.stop_string
+
+    def _take_rest(self) -> Exception | None:
+        """Complete the text as far as it can be made; what kept it from that."""
+        try:
+            self.text += self.detokenizer.take()
+            self.text += self.detokenizer.finish()
+        except Exception as error:  # a tokenizer may stumble over ids that a model should not give
+            logger.warning("request %s: no text for its last tokens: %s", self.request_id, error)
+            return error
+        return None
 
     def completion(self) -> CompletionOutput:
         return CompletionOutput(

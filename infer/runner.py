@@ -74,6 +74,11 @@ class Runner:
         # One tensor per layer, each its own storage (DESIGN §5). Zeroed: 0 × NaN of a page never written is NaN.
         # Keys and values of layer l are pages 2·l and 2·l + 1.
         self._pages = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(2 * manifest.num_kv_layers)]
+        # Made once: graphs hold their addresses
+        self._pages_of = {
+            name: [page for layer in info.kv_layers for page in self._pages[2 * layer : 2 * layer + 2]]
+            for name, info in infos.items()
+        }
         ring_shape = ((max_num_seqs + 1) * RING_SIZE, base.hidden_size)
         self._rings = [torch.zeros(ring_shape, dtype=dtype, device=device) for _ in tiers]
 
@@ -97,8 +102,7 @@ class Runner:
         def bound(name: str) -> tuple[Program, Range, list[Tensor]]:
             # Where there is no range, calls are not cut: equality then rests on the margins of the logits, as
             # `inspect` shows, and not on their bits.
-            layers = self._infos[name].kv_layers
-            return programs[name], ranges[name], [t for i in layers for t in self._pages[2 * i : 2 * i + 2]]
+            return programs[name], ranges[name], self._pages_of[name]
 
         self._trunks = [bound(f"{tier.name}.trunk") for tier in self._tiers]
         self._exits = [bound(f"{e.name}.exit") for e in self.exits]
@@ -135,7 +139,7 @@ class Runner:
         """Compute the row's next chunk in all tiers, and in these tiers' exits."""
         span = self.next_chunk(row)
         min_width = 1 if span.start < row.num_prompt_tokens - 1 else self._min_tokens
-        query = make_query([row], [span], self.block_size, self.device, min_width, self._tables)
+        query = make_query([row], [span], self.block_size, self.device, min_width)
         x = token_rectangle([row], [span], query.width, self.device)
         for tier in range(self.num_tiers):
             x = self._call(_ungraphed(self._trunks[tier]), x, query)

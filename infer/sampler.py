@@ -96,7 +96,7 @@ class PickParams:
 
 
 def pick(logits: Tensor, params: PickParams, ids: Tensor | None = None) -> Tensor:
-    """The picked token ids [N] int64; -1 where a row's logits hold NaN or nothing but -inf (its neighbours go on).
+    """The picked token ids [N] int64; -1 where a row's logits hold NaN, +inf or nothing but -inf (neighbours go on).
 
     logits: [N, V] any floating dtype
     ids:    [V] int64, the real ids of a trimmed vocabulary, sorted; None: 0..V-1. Noise is keyed by the real id.
@@ -105,7 +105,7 @@ def pick(logits: Tensor, params: PickParams, ids: Tensor | None = None) -> Tenso
     if not params.all_greedy:
         columns = _scores(logits, params, ids).argmax(dim=-1)
     picked = columns if ids is None else ids[columns]
-    return torch.where(largest > -torch.inf, picked, -1)
+    return torch.where(largest.isfinite(), picked, -1)
 
 
 def probabilities(logits: Tensor, params: PickParams) -> Tensor:

@@ -72,6 +72,14 @@ def stages_of(strategy: str, policy: Policy, manifest: Manifest) -> list[Stage]:
     return [draft, *inner, plain]
 
 
+def most_scored(policy: Policy, manifest: Manifest) -> int:
+    """Most tokens of one row that a judge scores at once, whichever strategy is chosen later."""
+    most = 1
+    for strategy in STRATEGIES[: len(manifest.tiers)]:
+        most = max(most, *(stage.window for stage in stages_of(strategy, policy, manifest)))
+    return most
+
+
 def rule_of(verification: str, stages: Sequence[Stage], manifest: Manifest) -> Rule:
     """How the stages accept: `identity` gives plain decoding's tokens, `rejection` their law at most acceptance.
 

@@ -46,6 +46,11 @@ def _run(args: argparse.Namespace) -> int:
     if max(sizes) > args.max_num_seqs:  # `check` may: the rest waits and joins as rows end
         raise ValueError(f"--batch-sizes={args.batch_sizes} must be at most --max-num-seqs={args.max_num_seqs}")
     options.check_output(args.output)
+    if args.profile:
+        foreign = {"--temperatures": args.temperatures, "--identity-cost": args.identity_cost, "--peers": args.peers,
+                   "--verifications": args.verifications != "identity"}  # fmt: skip
+        if given := [flag for flag, value in foreign.items() if value]:
+            raise ValueError(f"--profile measures one setting: leave out {', '.join(given)}")
     return _profile(args, sizes) if args.profile else _compare(args, sizes)
 
 
@@ -95,13 +100,10 @@ def _compare(args: argparse.Namespace, sizes: list[int]) -> int:
             peer.close()
     print(file=sys.stderr)
     table = bench.summary(results)
-    roofs = {
-        row["batch_size"]: machine.share_of_roof(llm, row["tokens_per_second"], here)
-        for row in reversed(table)  # of several, the first
-        if row["strategy"] == bench.BASELINE and row["batch_size"] == 1
-    }
-    print_bench(table, llm, here, roofs)
-    _write(args, here, llm, {"rows": table, "share_of_roof": roofs})
+    single = [r["tokens_per_second"] for r in table if r["strategy"] == bench.BASELINE and r["batch_size"] == 1]
+    share = machine.share_of_roof(llm, single[0], here) if single else None
+    print_bench(table, llm, here, share)
+    _write(args, here, llm, {"rows": table, "share_of_roof": share})
     return 0
 
 

@@ -38,7 +38,7 @@ def _run(args: argparse.Namespace) -> int:
     for name in names:
         llm.use(name, policy)  # refuses unknown names before any work
     prompts = [options.token_ids(llm, row) for row in rows]
-    error = target_error(llm)
+    error = target_error(llm) if args.peer_model else 0.0
     peer = TransformersPeer(args.peer_model, llm.dtype, args.device) if args.peer_model else None
     try:
         results = check(

@@ -32,7 +32,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--max-num-prefill-tokens", type=int, default=512, help="most prompt tokens between two rounds (default 512)"
     )
     parser.add_argument("--enable-prefix-caching", action="store_true", help="keep prompts' KV for later prompts")
-    parser.add_argument("--num-blocks", type=int, help="KV blocks in the pool; default: what the prompts may need")
+    parser.add_argument(
+        "--num-blocks",
+        type=int,
+        help="KV blocks in the pool; default: full rows, at most 1 GiB",
+    )
     parser.add_argument(
         "--gpu-memory-utilization", type=float, default=0.9, help="share that weights and pool may fill (default 0.9)"
     )

@@ -130,6 +130,9 @@ def test_command_shows_the_columns_that_were_asked_for(artifact: Path, prompts: 
         ),
         (["--identity-cost", "--no-bitwise"], "leave out --no-bitwise"),
         (["--num-blocks", "1"], "num_blocks=1"),
+        (["--num-blocks", "-1"], "num_blocks=-1 must be a whole number"),
+        (["--profile", "--temperatures", "0.3", "--verifications", "rejection"], "leave out --temperatures, --verif"),
+        (["--verifications", "reject"], "verification='reject' is not one of"),
         (["--max-num-prefill-tokens", "0"], "max_num_prefill_tokens=0"),
     ],
 )
@@ -148,7 +151,7 @@ def test_help_needs_no_torch() -> None:
 def test_the_rejection_rule_runs_beside_the_identity_rule(llm: LLM) -> None:
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=8, ignore_eos=True)
     results = run_bench(llm, PROMPTS, strategies=("layerskip",), batch_sizes=(1,), params=params, policy=Policy(),
-                        verifications=("identity", "rejection"))  # fmt: skip
+                        verifications=("identity", "rejection", "rejection"))  # fmt: skip
     rows = summary(results)
     assert [(row["strategy"], row["verification"]) for row in rows] == [
         ("autoregressive", None), ("layerskip", "identity"), ("layerskip", "rejection")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from infer import LLM, hispec
+from infer import LLM, judging
 from infer.check import Comparison, Difference, check
 from infer.cli import main
 from infer.params import SamplingParams
@@ -64,7 +64,7 @@ def test_a_verifier_that_lets_a_wrong_token_pass_is_found(llm: LLM, monkeypatch:
     def lenient(drafted, picks):
         return len(drafted), verify(drafted, picks)[1]  # keeps all that was drafted
 
-    monkeypatch.setattr(hispec, "verify", lenient)
+    monkeypatch.setattr(judging, "verify", lenient)
     results = {(r.name, r.batch_size): r for r in run(llm)}
     assert results["autoregressive", 3].is_lossless
     assert not results["layerskip", 1].is_lossless and not results["hispec", 3].is_lossless
@@ -173,3 +173,14 @@ def test_a_batch_larger_than_what_runs_at_once_is_one_continuous_batch(artifact:
     assert "batch 5: 5 of 5" in capsys.readouterr().out
     assert main(["bench", str(artifact), *arguments]) == 2
     assert "at most --max-num-seqs=2" in capsys.readouterr().err
+
+
+def test_texts_that_failed_compare_with_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every strategy gives the same empty text, which is not what is meant by lossless."""
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(llm.engine.runner, "_trunks", [(broken, *rest) for _, *rest in llm.engine.runner._trunks])
+    with pytest.raises(ValueError, match="is incomplete: RuntimeError: no such kernel"):
+        run(llm)

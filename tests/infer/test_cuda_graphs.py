@@ -295,6 +295,15 @@ def test_preempted_rows_go_on_with_the_same_tokens():
     assert tiny.engine.num_preemptions > 0
 
 
+def test_graphs_survive_another_binding_of_the_programs():
+    tiny = Tiny(model_of(), "hispec", bitwise_range=(2, 15), capture=Spoiling())
+    params = SamplingParams(temperature=0, max_tokens=6)
+    want = [r.token_ids for r in tiny.generate(PROMPTS[:3], params)]
+    tiny.runner.bind(tiny.runner.programs, bitwise=True)
+    got = tiny.generate(PROMPTS[:3], params)
+    assert [r.token_ids for r in got] == want and all(r.finish_reason == "length" for r in got)
+
+
 def test_prefill_records_nothing():
     capture = Spoiling()
     tiny = Tiny(model_of(), "hispec", capture=capture)

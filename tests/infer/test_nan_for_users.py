@@ -75,3 +75,46 @@ def test_generate_names_the_cause_and_ends_with_code_1(artifact, tmp_path, nan_a
     assert main([*args, "--max-tokens", "8"]) == 1
     assert [json.loads(line)["finish_reason"] for line in output.read_text().splitlines()] == ["length", "error"]
     assert f"error: 1 texts are incomplete: {NAN_LOGITS}" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_stumbles_over_a_broken_rows_tokens_takes_nobody_along(artifact, monkeypatch):
+    """The text of `generate` is made at the end, of whatever ends it; neighbours keep theirs, and blocks come back."""
+    llm = LLM(artifact, strategy="hispec")
+    good = llm.generate([GOOD], GREEDY)[0].outputs[0]
+    decode = type(llm.tokenizer).decode
+
+    def picky(self, token_ids, **options):  # type: ignore[no-untyped-def]
+        if not set(good.token_ids) >= set(token_ids):
+            raise OverflowError("no such id")
+        return decode(self, token_ids, **options)
+
+    monkeypatch.setattr(type(llm.tokenizer), "decode", picky)
+    outputs = llm.generate([GOOD, BAD, GOOD], GREEDY)
+    assert [out.outputs[0] for out in outputs][::2] == [good, good]
+    assert outputs[1].outputs[0].finish_reason == "error" and "no such id" in outputs[1].outputs[0].stop_reason
+    requests = [llm.make_request(BAD, GREEDY) for _ in range(2)]
+    for request in requests:
+        request.is_streamed = False
+        llm.engine.add(request)
+    llm.engine.step()
+    for request in requests:
+        llm.engine.abort(request.request_id)
+    assert not llm.engine.has_unfinished and [r.finish_reason for r in requests] == ["abort"] * 2
+    assert llm.engine.pool.num_free == llm.engine.pool.num_blocks - 1
+
+
+def test_a_failed_request_keeps_the_text_of_its_tokens(artifact, monkeypatch):
+    llm = LLM(artifact)
+    whole = llm.generate([GOOD], GREEDY)[0].outputs[0]
+    score, calls = Runner.score, []
+
+    def fails(self, rows, tier):  # type: ignore[no-untyped-def]
+        calls.append(tier)
+        if len(calls) == 4:
+            raise RuntimeError("no more")
+        return score(self, rows, tier)
+
+    monkeypatch.setattr(Runner, "score", fails)
+    (output,) = llm.generate([GOOD], GREEDY)
+    assert output.outputs[0].finish_reason == "error" and output.outputs[0].token_ids == whole.token_ids[:3]
+    assert output.outputs[0].text == llm.tokenizer.decode(list(whole.token_ids[:3])) != ""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from infer import hispec, profile
+from infer import judging, profile
 from infer.cli import main
 from infer.llm import LLM
 from infer.params import SamplingParams
@@ -57,7 +57,7 @@ def test_overhead_counts_the_calls_over_pages_of_rounds_that_accept_all(llm: LLM
         assert [one.batch_size for one in result.sizes] == [1, 3]
         assert all(one.us_per_step > one.us_per_call > 0 for one in result.sizes)
     assert llm.engine.runner.programs == programs and not llm.engine.has_unfinished
-    assert llm.engine.round.pick is hispec.pick
+    assert llm.engine.round.rule.pick is judging.pick
 
 
 def test_stubs_have_the_shapes_and_dtypes_of_the_programs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_rows_cost_the_slope_of_the_calls() -> None:
 def test_shares_put_each_programs_time_under_its_name(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, runner = Clock(), llm.engine.runner
     monkeypatch.setattr(profile, "time", clock)
-    monkeypatch.setattr(profile, "pick", clock.slow(hispec.pick, 2.0))
+    monkeypatch.setattr(profile, "pick", clock.slow(judging.pick, 2.0))
     before = runner.programs
     slow = {name: clock.slow(program, 3.0 if name == "unembed" else 1.0) for name, program in before.items()}
     runner.bind(slow, bitwise=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from infer.judging import Lines
+from infer.judging import IdentityRule, Lines
 from infer.params import SamplingParams
 from infer.rejection import RejectionRule
 from infer.row import Row
@@ -162,3 +162,18 @@ def test_a_line_of_nan_is_a_bad_guess_below_and_no_token_at_the_target(is_target
     ruling = rule.judge(lines)
     assert ruling.is_broken == [False, True]
     assert ruling.verdicts == [(1, -1 if is_target else 0)]
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_a_line_that_is_not_finite_has_no_token_under_either_rule(value):
+    logits = torch.tensor([[0.0, value, 0.0, 0.0]])
+    for rule in (IdentityRule(), RejectionRule(2, 4)):
+        lines = lines_of(logits, [], 1, True)
+        rule.begin(lines.rows)
+        assert rule.judge(lines) == ([(0, -1)], [True])
+
+
+def test_nothing_of_a_round_is_kept_after_it():
+    tiny = Tiny(model_of(), "hispec", verification="rejection")
+    tokens(tiny)
+    assert not tiny.round.rule._states
