@@ -135,6 +135,9 @@ def test_the_bases_own_samples_are_told_from_another_authors(model):
     mask = [False] * 4 + [True] * 40
     found = surprise(model, [Encoded(row, mask) for row in own.tolist()])
     assert found.num_labels == 640 and not found.is_foreign and abs(found.excess) < 4 * found.error
+    hot = model.base.generate(prompts, do_sample=True, temperature=4.0, max_new_tokens=40, top_k=0, pad_token_id=0)
+    found = surprise(model, [Encoded(row, mask) for row in hot.tolist()])
+    assert found.is_foreign and "sampled above temperature 1" in str(found)
     foreign = torch.cat([prompts, torch.randint(3, 320, (16, 40))], dim=1)
     found = surprise(model, [Encoded(row, mask) for row in foreign.tolist()])
     assert found.is_foreign and "NOT WHAT THE BASE WRITES" in str(found) and found.agreement < 0.2
