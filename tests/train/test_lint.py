@@ -100,6 +100,18 @@ def test_counts_of_what_is_cut_and_what_carries_loss(encoder):
     assert f"1 cut at {cap} tokens" in str(lint)
 
 
+def test_rows_that_are_dropped_and_ends_that_are_cut_away_are_no_longer_counted(encoder):
+    cut_off = {"messages": [{"role": "user", "content": "Know? " * 9}, TURNS[1]]}
+    row = {"messages": TURNS[:2]}
+    whole = encoder(row)
+    runs = label_runs(whole)
+    lint = lint_of(encoder, [cut_off, row, {"token_ids": [5], "loss_mask": [1]}], runs[0][1] - 1)
+    assert (lint.num_unlabelled, lint.num_used, lint.num_all_labels) == (2, 1, 0)
+    assert (lint.num_tokens, lint.longest, lint.answers.num_turns) == (runs[0][1] - 1, runs[0][1] - 1, 1)
+    assert lint.num_ended == 0 and any("teaches the exits to stop" in note for note in lint.notes())
+    assert lint_of(encoder, [row], 100).num_ended == 1
+
+
 def test_what_is_seldom_meant_is_noted(encoder):
     all_labels = {"token_ids": [5, 6, 7], "loss_mask": [1, 1, 1]}
     assert any("every token carries loss" in note for note in lint_of(encoder, [all_labels], 100).notes())
