@@ -172,10 +172,8 @@ def _letters(text: str) -> str:
     return "".join(unicodedata.normalize("NFKC", text).split())
 
 
-def show(
-    console: Console, lints: Sequence[Lint], encoder: Encoder, sample: Encoded, num_bad: int | None = None
-) -> None:
-    """Print counts, bad rows (the first `num_bad`, or all), notes and one row, in green what carries loss."""
+def show_counts(console: Console, lints: Sequence[Lint], num_bad: int | None = None) -> None:
+    """Print counts, bad rows (the first `num_bad`, or all) and notes."""
     for lint in lints:
         console.print(Text(str(lint)))
         for problem in lint.bad[:num_bad]:
@@ -184,6 +182,10 @@ def show(
             console.print(Text(f"  … {len(lint.bad)} in all; `python -m train lint` lists them", style="red"))
         for note in lint.notes():
             console.print(Text(f"  note: {note}", style="yellow"))
+
+
+def show_row(console: Console, encoder: Encoder, sample: Encoded) -> None:
+    """Print one row, in green what carries loss."""
     console.print(Text.assemble("one row, as the base reads it; what carries loss is ", ("⟦green⟧", "green"), ":"))
     console.print(colored(encoder, sample))
 

@@ -11,7 +11,7 @@ from train.authorship import Surprise, surprise
 from train.chat import Encoded
 from train.formats import Encoder
 from train.heads import ExitConfig
-from train.lint import Answers, Lint, check_row, colored, label_runs, show
+from train.lint import Answers, Lint, check_row, colored, label_runs, show_row
 from train.model import EarlyExitModel
 
 TURNS = [
@@ -129,7 +129,7 @@ def test_the_sample_shows_what_carries_loss_with_and_without_colours(encoder):
     green = [text.plain[s.start : s.end] for s in text.spans if s.style == "green"]
     assert green == ["⟦So slow<|im_end|>⟧", "⟦now<|im_end|>⟧"]
     console = Console(record=True, width=200, force_terminal=True, color_system="truecolor", file=StringIO())
-    show(console, [lint_of(encoder, [{"messages": TURNS}], 100)], encoder, row)
+    show_row(console, encoder, row)
     assert "\x1b[32m⟦So slow" in console.export_text(styles=True)
 
 
