@@ -19,9 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-import yaml
-
 from train.chat import Encoded, encode_messages, open_user_turn, render
+from train.config_file import model_section
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,25 +309,12 @@ def parse_options(argv: Sequence[str]) -> GenerateOptions:
     values = vars(parser.parse_args(argv))
     config = values.pop("config")
     if config is not None:
-        model = _model_section(config)
-        values["base"] = values["base"] or model.get("base")
+        model = model_section(config)
+        values["base"] = values["base"] or model["base"]
         values["revision"] = values["revision"] or model.get("revision")
     if not values["base"]:
         raise ValueError("give --config FILE (with model.base) or --base NAME")
     return GenerateOptions(temperatures=tuple(values.pop("temperature")), **values)
-
-
-def _model_section(path: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ValueError(f"--config={path}: no such file") from error
-    except yaml.YAMLError as error:
-        raise ValueError(f"--config={path}: not YAML: {' '.join(str(error).split())}") from error
-    section = content.get("model") if isinstance(content, dict) else None
-    if not isinstance(section, dict):
-        raise ValueError(f"--config={path}: has no section `model`")
-    return section
 
 
 def main(argv: Sequence[str]) -> int:
