@@ -74,7 +74,10 @@ def _run(args: argparse.Namespace) -> int:
     backends = _choices("--backend", args.backend, BACKENDS, later=LATER_BACKENDS)
     dtypes = _choices("--dtype", args.dtype, DTYPES)
     args.workers = args.workers if args.workers is not None else 1 if args.autotune or args.device == "cuda" else 2
-    _check_device(args.device)
+    if args.device != "cpu":  # with torch
+        from infer.llm import check_device
+
+        check_device(args.device)
     if args.workers < 1:
         raise ValueError(f"--workers {args.workers} must be at least 1")
     if args.autotune and args.device == "cpu" and not ("inductor" in backends and "bfloat16" in dtypes):
@@ -129,21 +132,9 @@ def _choices(flag: str, value: str, allowed: Sequence[str], later: Sequence[str]
     return chosen
 
 
-def _check_device(device: str) -> None:
-    if device == "cpu":
-        return
-    if device != "cuda":
-        raise ValueError(f"--device {device!r} is unknown; expected cpu or cuda (choose one with CUDA_VISIBLE_DEVICES)")
-    import torch
-
-    if not torch.cuda.is_available():
-        raise ValueError(
-            f"--device {device}: PyTorch finds no GPU here; export on the machine that will run it, or use cpu"
-        )
-
-
 def read_source(checkpoint: Path | None, config: Path | None) -> Source:
     """What to export, from a heads folder or a training config; ValueError names what is missing there."""
+    from train.config_file import model_section
     from train.heads import exit_configs
     from train.model import read_heads_record
 
@@ -152,7 +143,7 @@ def read_source(checkpoint: Path | None, config: Path | None) -> Source:
         base = record["base"]
         return Source(base["name"], _given_revision(base), exit_configs(record["exits"]), checkpoint)
     assert config is not None
-    section = _model_section(config)
+    section = model_section(config)
     exits = exit_configs(section.get("exits") or [])
     for e in exits:
         if e.head != "native" or e.vocab_size is not None:
@@ -168,21 +159,6 @@ def _given_revision(base: dict[str, Any]) -> str | None:
     from train.base_model import resolve_base
 
     return base["revision"] if isinstance(resolve_base(base["name"]), str) else None
-
-
-def _model_section(config: Path) -> dict[str, Any]:
-    import yaml
-
-    if not config.is_file():
-        raise ValueError(f"--config {config}: no such file")
-    try:
-        content = yaml.safe_load(config.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"--config {config}: not valid YAML: {error}") from error
-    section = content.get("model") if isinstance(content, dict) else None
-    if not isinstance(section, dict) or not isinstance(section.get("base"), str):
-        raise ValueError(f"--config {config}: model.base is missing; expected model: {{base: NAME, exits: [...]}}")
-    return section
 
 
 def load_model(source: Source, dtype: str) -> EarlyExitModel:

@@ -1,9 +1,9 @@
 """Whose text is it: does the base find the labels as likely as what it would write itself?
 
 For text that a model has sampled at temperature 1, −log p(label) is on average the entropy of its own distribution at
-that place; at lower temperatures it is less. Text of another author lies above, however good it is. So the mean of the
-difference needs no threshold that fits one model only, as a share of first choices would. This file knows nothing of
-files, masks or Lightning.
+that place; at lower temperatures it is less. Text of another author lies above, however good it is, and so does the
+model's own from above temperature 1. So the mean of the difference needs no threshold that fits one model only, as a
+share of first choices would. This file knows nothing of files, masks or Lightning.
 """
 
 # Shape legend: N labels that are looked at, T tokens of one row, V vocabulary
@@ -43,8 +43,8 @@ class Surprise(NamedTuple):
         if not self.is_foreign:
             return told
         return (
-            f"{told}. THIS IS NOT WHAT THE BASE WRITES, and exits have to foretell just that: let it answer the "
-            "questions itself, with `python -m train generate --prompts FILE`"
+            f"{told}. THIS IS NOT WHAT THE BASE WRITES, or was sampled above temperature 1, and exits have to foretell "
+            "just that: let it answer the questions itself, with `python -m train generate --prompts FILE`"
         )
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from train.chat import Encoded
@@ -89,7 +90,8 @@ def bucket(
     Args:
         length: with it a batch holds items of similar length, so that little is padding.
         multiple_of: number of ranks. Batches are halved until each rank gets as many as the others; else the sampler
-            would give some twice. Fewer items than ranks stay as they are.
+            gives some twice. Batches of one item can't be halved, so with batch_size=1, or with fewer items than ranks,
+            that happens, and is told.
     """
     order = list(items)
     random.Random(seed).shuffle(order)
@@ -99,6 +101,10 @@ def bucket(
     while len(batches) % multiple_of:
         largest = max(batches, key=len)
         if len(largest) == 1:
+            rank_zero_warn(
+                f"{len(batches)} batches of one don't divide among {multiple_of} ranks: {-len(batches) % multiple_of} "
+                "come twice in every epoch. Choose data.batch_size of 2 or more, or a number of rows that divides"
+            )
             break
         half = len(largest) // 2
         batches.append(largest[half:])

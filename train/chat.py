@@ -35,22 +35,15 @@ class Encoded(NamedTuple):
         return sum(self.loss_mask[1:])
 
 
-def check_turns(messages: Any) -> None:
-    """Raise ValueError unless `messages` is a non-empty list of {role, content} with text contents."""
-    if not isinstance(messages, list) or not messages:
+def _check_messages(messages: Sequence[Message]) -> None:
+    """Raise ValueError unless every message has a role and a text, and some assistant turn has words in it."""
+    if not messages:
         raise ValueError("messages must be a non-empty list of {role, content}")
     for number, message in enumerate(messages):
-        if not isinstance(message, dict):
-            raise ValueError(f"messages[{number}] is no object with role and content")
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
                 kind = type(message.get(key)).__name__ if key in message else "nothing"
                 raise ValueError(f"messages[{number}].{key} must be a text, got {kind}")
-
-
-def check_messages(messages: Any) -> None:
-    """As `check_turns`, and some assistant turn must have text."""
-    check_turns(messages)
     if not any(m["role"] == "assistant" and m["content"].strip() for m in messages):
         raise ValueError("messages hold no assistant turn with text, so nothing carries loss")
 
@@ -81,7 +74,7 @@ def encode_messages(
     Args:
         complete: False for a last answer that was cut short: the row ends with its last token, without EOS.
     """
-    check_messages(list(messages))
+    _check_messages(messages)
     text = render(tokenizer, messages)
     answers = [n for n, m in enumerate(messages) if m["role"] == "assistant" and m["content"].strip()]
     spans = [span for n in answers if (span := _answer_span(tokenizer, messages, n, text)) is not None]

@@ -1,4 +1,4 @@
-"""The command line: `fit`, `validate` and `test` through LightningCLI, `generate` of our own.
+"""The command line: `fit`, `validate` and `test` through LightningCLI, `lint` as `fit` without training, `generate`.
 
 Three traps of LightningCLI are mended: a second run overwrites its config.yaml, what the command line says holds
 against what a checkpoint stores, and mistakes come as one line. Imports are late, so that --help is quick.
@@ -31,7 +31,8 @@ commands:
 
 common options of lint, fit, validate and test (each key of the config is one: --section.key VALUE):
   --config FILE              e.g. configs/smollm2-135m.yaml
-  --ckpt_path FILE           resume a run where it stopped, e.g. runs/smollm2-135m/last.ckpt or interrupted.ckpt
+  --ckpt_path FILE           fit: resume a run where it stopped, e.g. runs/smollm2-135m/last.ckpt or interrupted.ckpt;
+                             validate and test: measure its heads; lint: not read
   --model.warm_start DIR     begin with the weights of a folder heads/, and nothing else
   --model.lr 1e-3            any key of the section model
   --data.train_files FILE    any key of the section data
@@ -130,11 +131,14 @@ def run_lightning(argv: Sequence[str]) -> int:
 def run_lint(argv: Sequence[str]) -> int:
     """`lint`: what `fit` prints before its first step, with all bad rows; 2 if `fit` would stop for one."""
     _quieten()
-    cli = make_cli(argv, run=False)
-    stops, cli.datamodule.on_bad_row = cli.datamodule.on_bad_row == "fail", "skip"
-    cli.datamodule.setup("fit")
-    show_lint(cli, num_bad=None)
-    return 2 if stops and any(lint.bad for lint in cli.datamodule.lints) else 0
+    cli = make_cli(["fit", *argv], run=False)
+    data = cli.datamodule
+    stops, data.on_bad_row = data.on_bad_row == "fail", "skip"
+    data.read()
+    print_counts(cli, num_bad=None)
+    data.check()
+    print_sample(cli)
+    return 2 if stops and any(lint.bad for lint in data.lints) else 0
 
 
 def _quieten() -> None:
@@ -144,25 +148,40 @@ def _quieten() -> None:
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda record: "💡" not in record.getMessage())
 
 
-def show_lint(cli: Any, num_bad: int | None = 5) -> None:
-    """Print what there is to say about the rows that the data module has read; on the first rank only."""
+def print_counts(cli: Any, num_bad: int | None = 5) -> None:
+    """What the data module has counted in its rows; on the first rank only."""
     from lightning.pytorch.utilities import rank_zero_only
-    from rich.console import Console
+
+    from train.lint import show_counts
+
+    if rank_zero_only.rank == 0:
+        show_counts(_console(), cli.datamodule.lints, num_bad)
+
+
+def print_sample(cli: Any) -> None:
+    """One row, and whose text the rows are; on the first rank only."""
+    from lightning.pytorch.utilities import rank_zero_only
     from rich.text import Text
 
     from train.authorship import surprise
-    from train.lint import show
+    from train.lint import show_row
 
     if rank_zero_only.rank != 0:
         return
-    console, data = Console(highlight=False, soft_wrap=True), cli.datamodule
-    show(console, data.lints, data.encoder, data.train_rows[0], num_bad)
+    console, data = _console(), cli.datamodule
+    show_row(console, data.encoder, data.train_rows[0])
     found = surprise(cli.model.model.place(cli.trainer.strategy.root_device), data.train_rows)
     console.print(Text(str(found), "bold red" if found.is_foreign else ""))
 
 
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console(highlight=False, soft_wrap=True)
+
+
 def make_cli(argv: Sequence[str], run: bool = True) -> Any:
-    """The LightningCLI of this project; `run=False` parses and instantiates without a subcommand."""
+    """The LightningCLI of this project; `run=False` parses and instantiates, and does not run the subcommand."""
     from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
     from train.checkpoint import check_checkpoint
@@ -182,25 +201,30 @@ def make_cli(argv: Sequence[str], run: bool = True) -> Any:
 
         def before_fit(self) -> None:
             self.datamodule.setup("fit")  # bad rows are told before anything is written
-            show_lint(self)
+            print_counts(self)
+            print_sample(self)
 
         def before_validate(self) -> None:
             self.datamodule.setup("validate")
+            print_counts(self)
 
         before_test = before_validate
+
+        def _run_subcommand(self, subcommand: str) -> None:
+            if run:
+                super()._run_subcommand(subcommand)
 
         def _parse_ckpt_path(self) -> None:
             """Lightning would let a checkpoint's stored hyper-parameters override the command line: only look at it."""
             command = self.config.get("subcommand")
             path = self.config[command].get("ckpt_path") if command else None
-            if path not in (None, "best", "last", "hpc", "registry"):
+            if run and path not in (None, "best", "last", "hpc", "registry"):
                 check_checkpoint(path)
 
     return HiSpecCLI(
         EarlyExitModule,
         DistillationDataModule,
         args=list(argv),
-        run=run,
         seed_everything_default=0,
         auto_configure_optimizers=False,
         save_config_kwargs={"overwrite": True},

@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -46,7 +45,8 @@ class DistillationDataModule(LightningDataModule):
         num_workers: processes that put batches together; 0 is right for text that fits in memory.
         val_fraction: share of rows held out, chosen by a hash of the row, so the same rows in every run.
         seed: of the order of rows.
-        on_bad_row: `fail` lists the bad rows and stops; `skip` leaves them out and says how many.
+        on_bad_row: `fail` stops and names the first bad rows, `python -m train lint` lists all; `skip` leaves them out.
+            Either way `lints` counts them.
     """
 
     def __init__(
@@ -83,17 +83,27 @@ class DistillationDataModule(LightningDataModule):
         self.val_rows: list[Encoded] = []
 
     def setup(self, stage: str) -> None:
-        """Read, check and tokenise everything; raises ValueError that lists the bad rows."""
-        if self.val_rows:
-            return
+        """Read, check and tokenise everything; raises ValueError for bad rows that are not to be skipped."""
+        if not self.lints:
+            self.read()
+        self.check()
+
+    def read(self) -> None:
+        """Read and tokenise everything; what is wrong with rows stands in `lints`."""
+        self.encoder = make_encoder(self.base, self.revision)
         rows = [row for source in self.train_files for row in read_rows(source)]
         held_out = [row for source in self.val_files for row in read_rows(source)]
         if not self.val_files:
-            held_out = [row for row in rows if self._holds_out(row)]
-            rows = [row for row in rows if not self._holds_out(row)]
-        self.encoder = make_encoder(self.base, self.revision)
-        self.train_rows = self._encode(rows, Lint("training", len(rows), self.max_length))
-        self.val_rows = self._encode(held_out, Lint("held-out", len(held_out), self.max_length))
+            are_held_out = [self._holds_out(row) for row in rows]
+            held_out = [row for row, is_held_out in zip(rows, are_held_out) if is_held_out]
+            rows = [row for row, is_held_out in zip(rows, are_held_out) if not is_held_out]
+        self.lints = [Lint(k, len(r), self.max_length) for k, r in (("training", rows), ("held-out", held_out))]
+        self.train_rows, self.val_rows = (self._encode(r, lint) for r, lint in zip((rows, held_out), self.lints))
+
+    def check(self) -> None:
+        """ValueError if `read` has found what forbids to go on."""
+        for lint in self.lints:
+            self._check(lint)
 
     def _holds_out(self, row: Row) -> bool:
         content = {k: v for k, v in row.content.items() if k != "index"} if isinstance(row.content, dict) else None
@@ -113,37 +123,28 @@ class DistillationDataModule(LightningDataModule):
             lint.add(whole, clipped, answers, self.encoder.eos_token_ids)
             if clipped.num_labels:
                 encoded.append(clipped)
-        self._tell(lint)
-        if not encoded:
-            raise ValueError(
-                f"no {lint.kind} row carries a label: {lint.num_rows} read, {len(lint.bad)} bad, {lint.num_unlabelled} "
-                f"without one within data.max_length={self.max_length}. Give more rows, raise max_length, or set "
-                "data.val_files"
-            )
-        longest, limit = max(len(row.token_ids) for row in encoded), self.encoder.max_positions
-        if limit is not None and longest > limit:  # OPT would fail inside, a RoPE model train on places it never knew
-            raise ValueError(
-                f"data.max_length={self.max_length} leaves a {lint.kind} row of {longest} tokens, but the base has "
-                f"{limit} positions (max_position_embeddings): set max_length to that or less"
-            )
-        self.lints.append(lint)
         return encoded
 
-    def _tell(self, lint: Lint) -> None:
-        kind = f"of {lint.num_rows} {lint.kind} rows"
-        if lint.bad:
-            shown = "; ".join(lint.bad[:_SHOWN]) + ("; …" if len(lint.bad) > _SHOWN else "")
-            if self.on_bad_row == "fail":
-                raise ValueError(
-                    f"{len(lint.bad)} {kind} can't be used: {shown}. Mend them, or set data.on_bad_row=skip"
-                )
-            rank_zero_warn(f"{len(lint.bad)} {kind} were skipped: {shown}")
-        if lint.num_unlabelled:
-            rank_zero_warn(
-                f"{lint.num_unlabelled} {kind} were dropped: no label is left within data.max_length={self.max_length}"
+    def _check(self, lint: Lint) -> None:
+        shown = "; ".join(lint.bad[:_SHOWN]) + ("; …" if len(lint.bad) > _SHOWN else "")
+        if lint.bad and (self.on_bad_row == "fail" or len(lint.bad) == lint.num_rows):
+            remedy = ", or set data.on_bad_row=skip" if len(lint.bad) < lint.num_rows else ""
+            raise ValueError(
+                f"{len(lint.bad)} of {lint.num_rows} {lint.kind} rows can't be used: {shown}. Mend them{remedy}; "
+                "`python -m train lint` lists them all"
             )
-        if lint.num_cut:
-            rank_zero_info(f"{lint.num_cut} {kind} were cut at data.max_length={self.max_length}")
+        if not lint.num_used:
+            raise ValueError(
+                f"no {lint.kind} row carries a label: {lint.num_rows} read, {lint.num_unlabelled} without one "
+                f"within data.max_length={self.max_length}. {f'Bad: {shown}. ' if shown else ''}Give more rows, "
+                "raise max_length, or set data.val_files"
+            )
+        limit = self.encoder.max_positions
+        if limit is not None and lint.longest > limit:  # OPT would fail inside, a RoPE model train on unknown places
+            raise ValueError(
+                f"data.max_length={self.max_length} leaves a {lint.kind} row of {lint.longest} tokens, but the base "
+                f"has {limit} positions (max_position_embeddings): set max_length to that or less"
+            )
 
     def label_counts(self, vocab_size: int) -> Tensor:
         """How often each id is a label in the training rows: [V] int64."""

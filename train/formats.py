@@ -30,6 +30,7 @@ ROLES = {
     "assistant": "assistant",
     "model": "assistant",
 }
+_TURN_KEYS = ("role", "from", "content", "value", "tool_calls", "weight")  # which `_turn` reads itself
 _EXPECTED = "messages, conversations, prompt and response, text, or token_ids and loss_mask"
 
 
@@ -49,21 +50,22 @@ class Encoder:
         self.max_positions = max_positions
 
     def __call__(self, content: Any) -> Encoded:
-        row = _present(content)
+        row = present(content)
         if "token_ids" in row:
             return self._ids(row["token_ids"], row.get("loss_mask"))
-        messages = self.messages(row)
+        messages, is_complete = self.messages(row), row.get("complete") is not False
         if messages is not None:
-            return encode_messages(self.tokenizer, messages, self.eos_token_ids, row.get("complete") is not False)
+            return encode_messages(self.tokenizer, messages, self.eos_token_ids, is_complete)
         if "prompt" in row or "response" in row:
-            return encode_text(self.tokenizer, _text(row, "response"), prompt=_text(row, "prompt"), end=True)
+            prompt, response = _text(row, "prompt"), _text(row, "response")
+            return encode_text(self.tokenizer, response, prompt=prompt, end=is_complete)
         if "text" in row:
             return encode_text(self.tokenizer, _text(row, "text"))
         raise ValueError(f"has only {', '.join(sorted(row))}; expected {_EXPECTED}")
 
     def messages(self, content: Any) -> list[Message] | None:
         """The conversation that a row stands for, in the names that templates know; None for texts and token ids."""
-        row = _present(content)
+        row = present(content)
         if "token_ids" in row:
             return None
         if "messages" in row or "conversations" in row:
@@ -103,16 +105,22 @@ def make_encoder(base: str, revision: str | None = None) -> Encoder:
     return Encoder(tokenizer, ending_ids(config, generation_config), config.vocab_size, max_positions)
 
 
-def _present(content: Any) -> dict[str, Any]:
-    """The keys that have a value: a table gives every row all columns, with None where the row had none."""
+def present(content: Any, expected: str = _EXPECTED) -> dict[str, Any]:
+    """The keys that have a value: a table gives every row all columns, with None where the row had none.
+
+    Raises:
+        ValueError: the row couldn't be read, holds none of what is `expected`, or has `tools`.
+    """
     if isinstance(content, ValueError):
         raise content
     if not isinstance(content, dict) or not content:
-        raise ValueError(f"expected an object with {_EXPECTED}")
-    present = {key: value for key, value in content.items() if value is not None}
-    if not present:
-        raise ValueError(f"every value is null ({', '.join(sorted(content))}); expected {_EXPECTED}")
-    return present
+        raise ValueError(f"expected an object with {expected}")
+    found = {key: value for key, value in content.items() if value is not None}
+    if not found:
+        raise ValueError(f"every value is null ({', '.join(sorted(content))}); expected {expected}")
+    if found.get("tools") and found["tools"] != "[]":  # some sets keep the list as a text
+        raise ValueError("tools: descriptions of tools reach no template here; leave the row out, or its tools")
+    return found
 
 
 def conversation(row: Mapping[str, Any]) -> list[Message]:
@@ -143,8 +151,10 @@ def _turn(turn: Any, where: str) -> Message:
         raise ValueError(f"{where}: the role {name!r} is none of {', '.join(ROLES)}; leave such turns out")
     if turn.get("tool_calls"):
         raise ValueError(f"{where}.tool_calls: calls of tools can't be trained on; leave the row out")
+    if ROLES[name] == "assistant" and turn.get("weight") not in (None, 1):
+        raise ValueError(f"{where}.weight={turn['weight']!r}: a turn can't be left out of the loss; leave the row out")
     content = _either(turn, "content", "value", where)
-    extra = {k: v for k, v in turn.items() if v is not None and k not in ("role", "from", "content", "value")}
+    extra = {k: v for k, v in turn.items() if v is not None and k not in _TURN_KEYS}
     return {**extra, "role": ROLES[name], "content": content}
 
 

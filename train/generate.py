@@ -14,14 +14,14 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
-
-import yaml
+from typing import Any, NoReturn
 
 from train.chat import Encoded, encode_messages, open_user_turn, render
+from train.config_file import model_section
+from train.prompts import Prompt, read_prompts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class GenerateOptions:
     base: str
     output: Path
     revision: str | None = None
-    prompts: Path | None = None
+    prompts: str | None = None
     num_samples: int | None = None
     temperatures: tuple[float, ...] = (1.0,)
     max_new_tokens: int = 256
@@ -49,14 +49,6 @@ class GenerateOptions:
         bad = [t for t in self.temperatures if not 0 <= t <= 5]
         if bad or not self.temperatures:
             raise ValueError(f"--temperature={bad[0] if bad else ''} must lie between 0 (greedy) and 5")
-
-
-class Prompt(NamedTuple):
-    """What one row starts from: a conversation that waits for its answer, or (no template) the head of a text."""
-
-    number: int
-    messages: tuple[Mapping[str, str], ...] = ()
-    text: str = ""
 
 
 @dataclass
@@ -173,7 +165,7 @@ def generate(options: GenerateOptions) -> Counts:
 
     done = read_done(options.output)
     tokenizer = load_tokenizer(options.base, options.revision)
-    prompts = read_prompts(options, tokenizer.chat_template is not None)
+    prompts = _prompts(options, tokenizer.chat_template is not None)
     author = Author(options, tokenizer)
     counts = Counts(asked=len(prompts))
     counts.before = counts.written = sum(p.number in done for p in prompts)
@@ -184,10 +176,9 @@ def generate(options: GenerateOptions) -> Counts:
         for start in range(0, len(waiting), options.batch_size):
             batch = waiting[start : start + options.batch_size]
             temperature = options.temperatures[(start // options.batch_size) % len(options.temperatures)]
-            lines = [
-                json.dumps(row, ensure_ascii=False) + "\n" for row in write_batch(author, batch, temperature, counts)
-            ]
-            file.write("".join(lines))  # whole rows, in one go
+            rows = write_batch(author, batch, temperature, counts)
+            # default: tables hold dates, which a template renders so too; whole rows, in one go
+            file.write("".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
             file.flush()
             os.fsync(file.fileno())
             print(f"{counts} ({time.monotonic() - started:.0f} s)", file=sys.stderr, flush=True)
@@ -224,6 +215,13 @@ def write_batch(
         yield author.row(prompt, head, tail)
 
 
+def _prompts(options: GenerateOptions, has_template: bool) -> list[Prompt]:
+    """One for each row to write."""
+    if options.prompts is None:
+        return [Prompt(n) for n in range(options.num_samples or 0)]
+    return read_prompts(options.prompts, has_template, options.num_samples)
+
+
 def read_done(output: Path) -> set[int]:
     """The indices of the rows that `output` holds already; a last line that was cut off is removed."""
     if not output.exists():
@@ -243,44 +241,6 @@ def read_done(output: Path) -> set[int]:
     return done
 
 
-def read_prompts(options: GenerateOptions, has_template: bool) -> list[Prompt]:
-    """One prompt per row to write."""
-    if options.prompts is None:
-        return [Prompt(n) for n in range(options.num_samples or 0)]
-    prompts: list[Prompt] = []
-    lines = options.prompts.read_text(encoding="utf-8-sig").split("\n")
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            prompts.append(_prompt(len(prompts), json.loads(line), has_template))
-        except ValueError as error:
-            raise ValueError(f"{options.prompts}, line {number}: {error}") from error
-    if not prompts:
-        raise ValueError(f"{options.prompts} holds no prompt")
-    return prompts[: options.num_samples]
-
-
-def _prompt(index: int, row: Any, has_template: bool) -> Prompt:
-    if not isinstance(row, dict):
-        raise ValueError("expected an object with prompt, turns, messages or conversations")
-    if has_template and (isinstance(row.get("messages"), list) or isinstance(row.get("conversations"), list)):
-        from train.formats import conversation  # with torch, which --help should not pay
-
-        messages = conversation(row)
-        while messages and messages[-1]["role"] == "assistant":
-            messages = messages[:-1]  # the base writes its own answer
-        if not messages:
-            raise ValueError("messages hold nothing to answer")
-        return Prompt(index, messages=tuple(messages))
-    text = row.get("prompt", (row.get("turns") or [None])[0] if isinstance(row.get("turns"), list) else None)
-    if not isinstance(text, str) or not text.strip():
-        raise ValueError(
-            "expected a text `prompt`, a list `turns`" + (", `messages` or `conversations`" if has_template else "")
-        )
-    return Prompt(index, messages=({"role": "user", "content": text},)) if has_template else Prompt(index, text=text)
-
-
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
@@ -295,8 +255,7 @@ def parse_options(argv: Sequence[str]) -> GenerateOptions:
     parser.add_argument("--output", type=Path, required=True, help="JSONL file; a second run goes on where it ends")
     parser.add_argument(
         "--prompts",
-        type=Path,
-        help="JSONL with prompt, turns, messages or conversations; default: the base asks itself",
+        help="JSONL, JSON, Parquet or hub dataset with prompt, turns, messages or conversations; else the base asks",
     )
     parser.add_argument("--num_samples", type=int, help="rows to write (with --prompts: the first so many)")
     parser.add_argument(
@@ -310,25 +269,12 @@ def parse_options(argv: Sequence[str]) -> GenerateOptions:
     values = vars(parser.parse_args(argv))
     config = values.pop("config")
     if config is not None:
-        model = _model_section(config)
-        values["base"] = values["base"] or model.get("base")
+        model = model_section(config)
+        values["base"] = values["base"] or model["base"]
         values["revision"] = values["revision"] or model.get("revision")
     if not values["base"]:
         raise ValueError("give --config FILE (with model.base) or --base NAME")
     return GenerateOptions(temperatures=tuple(values.pop("temperature")), **values)
-
-
-def _model_section(path: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ValueError(f"--config={path}: no such file") from error
-    except yaml.YAMLError as error:
-        raise ValueError(f"--config={path}: not YAML: {' '.join(str(error).split())}") from error
-    section = content.get("model") if isinstance(content, dict) else None
-    if not isinstance(section, dict):
-        raise ValueError(f"--config={path}: has no section `model`")
-    return section
 
 
 def main(argv: Sequence[str]) -> int:

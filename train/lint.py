@@ -31,40 +31,45 @@ class Answers(NamedTuple):
 
 @dataclass
 class Lint:
-    """Counts over the rows of one kind (training, held-out)."""
+    """Counts over the rows of one kind (training, held-out); those below `num_cut` are of rows that are used."""
 
     kind: str
     num_rows: int
     max_length: int
     bad: list[str] = field(default_factory=list)  # source, place and reason
     num_unlabelled: int = 0
+    num_labels_cut: int = 0
     num_cut: int = 0
     num_tokens: int = 0
     num_labels: int = 0
-    num_labels_cut: int = 0
     num_all_labels: int = 0  # rows whose every token carries loss
-    num_runs: int = 0
-    num_ended: int = 0  # runs that end with EOS
+    num_ended: int = 0  # stretches of labels that end with EOS
+    longest: int = 0  # tokens
     answers: Answers = field(default_factory=Answers)
 
     def add(self, whole: Encoded, clipped: Encoded, answers: Answers, eos_token_ids: Sequence[int]) -> None:
+        """Count one row, as it was and cut at `max_length`."""
         self.num_cut += len(clipped.token_ids) < len(whole.token_ids)
-        self.num_unlabelled += not clipped.num_labels
+        self.num_labels_cut += whole.num_labels - clipped.num_labels
+        if not clipped.num_labels:
+            self.num_unlabelled += 1
+            return
+        self.longest = max(self.longest, len(clipped.token_ids))
         self.num_tokens += len(clipped.token_ids)
         self.num_labels += clipped.num_labels
-        self.num_labels_cut += whole.num_labels - clipped.num_labels
-        self.num_all_labels += all(whole.loss_mask[1:])
-        runs = label_runs(whole)
-        self.num_runs += len(runs)
-        self.num_ended += sum(whole.token_ids[stop - 1] in eos_token_ids for _, stop in runs)
+        self.num_all_labels += all(clipped.loss_mask[1:])
+        self.num_ended += sum(clipped.token_ids[stop - 1] in eos_token_ids for _, stop in label_runs(clipped))
         self.answers = Answers(*(a + b for a, b in zip(self.answers, answers)))
 
+    @property
+    def num_used(self) -> int:
+        return self.num_rows - len(self.bad) - self.num_unlabelled
+
     def __str__(self) -> str:
-        used = self.num_rows - len(self.bad) - self.num_unlabelled
         share = self.num_labels / max(1, self.num_tokens)
         return (
-            f"{self.kind}: {self.num_rows} rows, {used} used, {len(self.bad)} bad, {self.num_unlabelled} without a "
-            f"label, {self.num_cut} cut at {self.max_length} tokens ({self.num_labels_cut} labels lost); "
+            f"{self.kind}: {self.num_rows} rows, {self.num_used} used, {len(self.bad)} bad, {self.num_unlabelled} "
+            f"without a label, {self.num_cut} cut at {self.max_length} tokens ({self.num_labels_cut} labels lost); "
             f"{self.num_tokens} tokens, {share:.0%} carry loss"
         )
 
@@ -106,7 +111,7 @@ def check_row(encoder: Encoder, content: Any, encoded: Encoded) -> Answers:
         if content.get("token_ids") is not None or content.get("prompt") is None:
             return Answers()
         served = list(encoder.tokenizer(content["prompt"])["input_ids"])
-        return Answers(1, 0, not _begins_as_served(encoder, encoded.token_ids, runs[0][0], served))
+        return Answers(1, 0, int(not _begins_as_served(encoder, encoded.token_ids, runs[0][0], served)))
     turns = [n for n, m in enumerate(messages) if m["role"] == "assistant" and m["content"].strip()]
     num_rewritten = num_merged = 0
     for n in turns:
@@ -167,10 +172,8 @@ def _letters(text: str) -> str:
     return "".join(unicodedata.normalize("NFKC", text).split())
 
 
-def show(
-    console: Console, lints: Sequence[Lint], encoder: Encoder, sample: Encoded, num_bad: int | None = None
-) -> None:
-    """Print counts, bad rows (the first `num_bad`, or all), notes and one row, in green what carries loss."""
+def show_counts(console: Console, lints: Sequence[Lint], num_bad: int | None = None) -> None:
+    """Print counts, bad rows (the first `num_bad`, or all) and notes."""
     for lint in lints:
         console.print(Text(str(lint)))
         for problem in lint.bad[:num_bad]:
@@ -179,6 +182,10 @@ def show(
             console.print(Text(f"  … {len(lint.bad)} in all; `python -m train lint` lists them", style="red"))
         for note in lint.notes():
             console.print(Text(f"  note: {note}", style="yellow"))
+
+
+def show_row(console: Console, encoder: Encoder, sample: Encoded) -> None:
+    """Print one row, in green what carries loss."""
     console.print(Text.assemble("one row, as the base reads it; what carries loss is ", ("⟦green⟧", "green"), ":"))
     console.print(colored(encoder, sample))
 

@@ -1,7 +1,8 @@
 """Rows as they stand in files and in datasets of the hub, each with its place; knows nothing of shapes or tokens.
 
-JSON and JSONL are read here, row by row, and only Parquet and the hub through `datasets`: its JSON reader infers one
-type per column, so that `null` before an object or a late key stops it, in words that name no line.
+Files are read here, row by row, and only the hub through `datasets`: that takes a file's name for a pattern, and its
+JSON reader infers one type per column, so that `null` before an object or a late key stops it, in words that name no
+line.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ SUFFIXES = (".jsonl", ".json", ".parquet")
 _HUB_ID = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(/(?P<config>[\w.-]+))?(:(?P<split>[\w.\[\]:%+-]+))?")
 _BETWEEN = re.compile(r"[\s,]*")  # two rows of a JSON list that is known to be valid
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+class NotJSON(ValueError):
+    """A text that is no JSON, or nested too deeply for Python to tell."""
 
 
 class Row(NamedTuple):
@@ -62,11 +67,11 @@ def _read_file(path: Path) -> Iterator[Row]:
     content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     if path.suffix == ".json":
         whole = _decode(content)
-        if not isinstance(whole, ValueError) and whole.lstrip().startswith("["):
+        if isinstance(whole, str) and whole.lstrip().startswith("["):
             yield from _list_rows(path, whole)
             return
         # what follows is one object, or rows line by line under the name .json, as many sets have it
-        if not isinstance(whole, ValueError) and isinstance(parsed := _parse(whole), dict):
+        if isinstance(whole, str) and not isinstance(parsed := _parse(whole), NotJSON):
             yield Row(str(path), "line 1", parsed)
             return
     for number, line in enumerate(content.split(b"\n"), 1):
@@ -82,6 +87,8 @@ def _list_rows(path: Path, text: str) -> Iterator[Row]:
         decoder.decode(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}, line {error.lineno}: not JSON: {error.msg}; mend the list") from error
+    except RecursionError as error:
+        raise ValueError(f"{path}: the list holds a row that is nested too deeply to be read; take it out") from error
     at, counted, line = _skip(text, text.index("[") + 1), 0, 1
     while text[at] != "]":
         line, counted = line + text.count("\n", counted, at), at
@@ -112,7 +119,9 @@ def _parse(text: str) -> Any:
         if _SURROGATE.search(text):
             json.dumps(content, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
-        return ValueError(f"not JSON: {error.msg} at column {error.colno}")
+        return NotJSON(f"not JSON: {error.msg} at column {error.colno}")
+    except RecursionError:
+        return NotJSON("is nested too deeply to be read")
     except UnicodeEncodeError:
         return ValueError(r"holds half of a surrogate pair (\ud800–\udfff), which is no character")
     except ValueError as error:
@@ -130,15 +139,15 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetsError
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
 
     try:
-        # streaming: no copy in a cache
-        table = load_dataset("parquet", data_files=str(path), split="train", streaming=True)
-        for number, content in enumerate(table, 1):
-            yield Row(str(path), f"row {number}", content)
-    except (OSError, ValueError, DatasetsError) as error:
+        with ParquetFile(path) as file:
+            contents = (content for batch in file.iter_batches() for content in batch.to_pylist())
+            for number, content in enumerate(contents, 1):
+                yield Row(str(path), f"row {number}", content)
+    except (OSError, ArrowException) as error:
         raise ValueError(f"{path}: not a Parquet file that can be read: {error}") from error
 
 

@@ -62,7 +62,7 @@ def test_heads_of_a_checkpoint_export_with_their_vocabulary(base: Path, tmp_path
         (["--backend", "tensorrt"], "not built yet"),
         (["--backend", "tpu"], "expected some of eager, inductor"),
         (["--dtype", "int3"], "expected some of float32, bfloat16"),
-        (["--device", "npu"], "expected cpu or cuda"),
+        (["--device", "npu"], "must be 'cpu' or 'cuda'"),
         (["--max-model-len", "100000"], "must lie between 2 and 512"),
         (["--prefill-chunk", "20"], "multiple of --block-size 16"),
         (["--workers", "0"], "at least 1"),

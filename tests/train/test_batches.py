@@ -43,6 +43,13 @@ def test_every_rank_gets_as_many_batches_and_no_row_comes_twice(ranks):
     assert sorted(seen) == list(range(2, 12)) and len({len(share) for share in shares}) == 1
 
 
+def test_batches_of_one_that_dont_divide_are_told():
+    with pytest.warns(UserWarning, match="9 batches of one don't divide among 2 ranks: 1 come twice"):
+        batches = bucket(rows_of(range(2, 11)), 1, seed=0, multiple_of=2)
+    shares = [list(DistributedSampler(batches, 2, rank)) for rank in range(2)]
+    assert sorted(map(len, shares)) == [5, 5] and set(shares[0]) | set(shares[1]) == set(range(9))
+
+
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_every_row_comes_once_an_epoch_whatever_the_workers(base_folder, tmp_path, workers, packing):

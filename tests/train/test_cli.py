@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -63,8 +64,7 @@ def test_fit_prints_the_lint_first_and_bad_rows_stop_it(config, tmp_path, capsys
     assert main(["fit", "--config", str(config)]) == 2
     assert "rows.jsonl, line 7: the key 'text' stands twice" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-    with pytest.warns(UserWarning, match="1 of 7"):
-        assert main(["fit", "--config", str(config), "--data.on_bad_row", "skip", "--data.packing", "true"]) == 0
+    assert main(["fit", "--config", str(config), "--data.on_bad_row", "skip", "--data.packing", "true"]) == 0
     out = capsys.readouterr().out
     assert "training: 7 rows, 6 used, 1 bad" in out and "bad: " in out
 
@@ -72,11 +72,37 @@ def test_fit_prints_the_lint_first_and_bad_rows_stop_it(config, tmp_path, capsys
 def test_lint_lists_every_bad_row_and_says_by_its_exit_code_that_fit_would_stop(config, tmp_path, capsys):
     rows = tmp_path / "rows.jsonl"
     rows.write_text(rows.read_text() + "{}\n" * 9)
-    with pytest.warns(UserWarning, match="9 of 15"):
-        assert main(["lint", "--config", str(config)]) == 2
-        assert "rows.jsonl, line 15: expected an object" in capsys.readouterr().out
-        assert main(["lint", "--config", str(config), "--data.on_bad_row", "skip"]) == 0
+    assert main(["lint", "--config", str(config)]) == 2
+    assert "rows.jsonl, line 15: expected an object" in capsys.readouterr().out
+    skip = ["--config", str(config), "--data.on_bad_row", "skip"]
+    assert main(["lint", *skip]) == 0
     assert capsys.readouterr().out.count("  bad: ") == 18  # training and held-out are the same file
+    assert main(["validate", *skip]) == 0
+    assert "held-out: 15 rows, 6 used, 9 bad" in capsys.readouterr().out
+
+
+def test_lint_lists_the_rows_also_where_fit_could_not_begin(config, base_folder, tmp_path, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(rows.read_text() + json.dumps({"prompt": "a", "response": "so " * 200}) + "\n{}\n")
+    base = shutil.copytree(base_folder, tmp_path / "short")
+    path = base / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 64}))
+    assert main(["lint", "--config", str(config), "--model.base", str(base)]) == 2
+    told = capsys.readouterr()
+    assert "training: 8 rows, 7 used, 1 bad" in told.out and "line 8: expected an object" in told.out
+    assert "has 64 positions" in told.err
+    rows.write_text("{}\n" * 9)
+    assert main(["lint", "--config", str(config)]) == 2
+    told = capsys.readouterr()
+    assert told.out.count("  bad: ") == 18 and "9 of 9 training rows can't be used" in told.err
+
+
+def test_lint_takes_what_fit_takes_and_the_config_that_it_saved(config, tmp_path, capsys):
+    assert main(["fit", "--config", str(config)]) == 0
+    saved = tmp_path / "run" / "config.yaml"
+    assert "ckpt_path" in yaml.safe_load(saved.read_text())
+    assert main(["lint", "--config", str(saved), "--ckpt_path", "nowhere.ckpt"]) == 0
+    assert "training: 6 rows, 6 used" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -36,17 +36,13 @@ def test_the_real_eos_is_a_label_and_padding_with_the_same_id_is_none(base_folde
 def test_rows_whose_answer_is_cut_away_are_dropped_with_a_count(base_folder, tmp_path):
     rows = [chat("x" * 60, "so")] + [chat("a", "now")] * 7
     data = module(base_folder, rows, tmp_path, max_length=40)
-    with pytest.warns(UserWarning, match="1 of 8 training rows were dropped"):
-        data.setup("fit")
-    assert len(data.train_rows) == 7
+    data.setup("fit")
+    assert len(data.train_rows) == 7 and "8 rows, 7 used, 0 bad, 1 without a label" in str(data.lints[0])
 
 
 def test_when_no_label_is_left_anywhere_the_error_says_so(base_folder, tmp_path):
     data = module(base_folder, [chat("x" * 60, "so")] * 8, tmp_path, max_length=40)
-    with (
-        pytest.warns(UserWarning, match="8 of 8"),
-        pytest.raises(ValueError, match=r"no training row carries a label.*max_length=40"),
-    ):
+    with pytest.raises(ValueError, match=r"no training row carries a label: 8 read, 8 without.*max_length=40"):
         data.setup("fit")
 
 
@@ -82,9 +78,15 @@ def test_a_bad_row_is_told_with_file_row_and_reason(base_folder, tmp_path, row, 
 def test_bad_rows_can_be_skipped_and_are_counted(base_folder, tmp_path):
     rows = [chat("a", "b"), *(row for row, _ in BAD)]
     data = module(base_folder, rows, tmp_path, on_bad_row="skip")
-    with pytest.warns(UserWarning, match=f"{len(BAD)} of {len(rows)} training rows were skipped"):
-        data.setup("fit")
-    assert len(data.train_rows) == 1
+    data.setup("fit")
+    assert len(data.train_rows) == 1 and f"{len(rows)} rows, 1 used, {len(BAD)} bad" in str(data.lints[0])
+
+
+def test_when_all_rows_are_bad_the_reasons_are_named_also_with_skip(base_folder, tmp_path):
+    for on_bad_row in ("skip", "fail"):
+        data = module(base_folder, [row for row, _ in BAD], tmp_path, on_bad_row=on_bad_row)
+        with pytest.raises(ValueError, match=r"9 of 9 .*line 1: not JSON.*line 5: .*; …\. Mend them; `python"):
+            data.setup("fit")
 
 
 def test_all_file_kinds_give_the_same_rows(base_folder, tmp_path):

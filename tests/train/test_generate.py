@@ -1,9 +1,10 @@
 import json
+from datetime import datetime
 
 import pytest
 
 from train.formats import Encoder
-from train.generate import GenerateOptions, generate, parse_options
+from train.generate import Author, GenerateOptions, generate, parse_options
 
 
 def options(folder, tmp_path, **changes):
@@ -17,8 +18,8 @@ def rows(options):
 
 def prompts(tmp_path, lines):
     path = tmp_path / "prompts.jsonl"
-    path.write_text("\n".join(lines))
-    return path
+    path.write_bytes(b"\n".join(line if isinstance(line, bytes) else line.encode() for line in lines))
+    return str(path)
 
 
 def test_counts_add_up_and_a_second_run_goes_on(base_folder, tmp_path):
@@ -76,16 +77,42 @@ def test_questions_of_sharegpt_rows_are_answered_anew(base_folder, tokenizer, tm
         assert text.startswith(asked) and "another" not in text
 
 
+def test_prompts_of_a_table_keep_what_json_has_no_type_for(base_folder, tmp_path, monkeypatch):
+    import pyarrow
+    import pyarrow.parquet
+
+    turn = {"role": "user", "content": "The snow", "at": datetime(2025, 1, 2)}
+    table = pyarrow.Table.from_pylist([{"messages": [turn], "prompt": None}, {"messages": None, "prompt": "so"}])
+    pyarrow.parquet.write_table(table, tmp_path / "prompts.parquet")
+    made = options(base_folder, tmp_path, prompts=str(tmp_path / "prompts.parquet"))
+    monkeypatch.setattr(Author, "_stands_for", lambda *_: True)  # a random model's tokens seldom stand for a text
+    assert generate(made).skipped == 0
+    assert [row["messages"][0].get("at") for row in rows(made)] == ["2025-01-02 00:00:00", None]
+
+
 def test_too_long_prompts_are_skipped(base_folder, tmp_path):
     lines = [json.dumps({"prompt": "x" * 200}), json.dumps({"prompt": "so"})]
     counts = generate(options(base_folder, tmp_path, prompts=prompts(tmp_path, lines), max_prompt_tokens=60))
     assert counts.skipped >= 1 and counts.written + counts.failed + counts.skipped == 2
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"prompt": ""}', '{"turns": []}', '{"messages": [1]}'])
-def test_a_bad_prompt_is_told_with_its_line_before_any_work(base_folder, tmp_path, line):
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{", "not JSON"),
+        ("[]", "expected an object with prompt, turns, messages or conversations"),
+        ('{"prompt": ""}', "expected prompt, turns"),
+        ('{"turns": []}', "expected prompt, turns"),
+        ('{"messages": [1]}', r"messages\[0\]"),
+        (r'{"prompt": "\ud83d x"}', "surrogate"),
+        ('{"prompt": "a", "prompt": "b"}', "'prompt' stands twice"),
+        ('{"prompt": "ä"}'.encode("latin-1"), "not UTF-8"),
+        ('{"prompt": "a", "tools": [{"name": "f"}]}', "tools: "),
+    ],
+)
+def test_a_bad_prompt_is_told_with_its_line_before_any_work(base_folder, tmp_path, line, reason):
     made = options(base_folder, tmp_path, prompts=prompts(tmp_path, ['{"prompt": "a"}', line]))
-    with pytest.raises(ValueError, match="line 2"):
+    with pytest.raises(ValueError, match=rf"prompts\.jsonl, line 2: .*{reason}"):
         generate(made)
     assert not made.output.exists()
 

@@ -11,7 +11,7 @@ from train.authorship import Surprise, surprise
 from train.chat import Encoded
 from train.formats import Encoder
 from train.heads import ExitConfig
-from train.lint import Answers, Lint, check_row, colored, label_runs, show
+from train.lint import Answers, Lint, check_row, colored, label_runs, show_row
 from train.model import EarlyExitModel
 
 TURNS = [
@@ -100,6 +100,18 @@ def test_counts_of_what_is_cut_and_what_carries_loss(encoder):
     assert f"1 cut at {cap} tokens" in str(lint)
 
 
+def test_rows_that_are_dropped_and_ends_that_are_cut_away_are_no_longer_counted(encoder):
+    cut_off = {"messages": [{"role": "user", "content": "Know? " * 9}, TURNS[1]]}
+    row = {"messages": TURNS[:2]}
+    whole = encoder(row)
+    runs = label_runs(whole)
+    lint = lint_of(encoder, [cut_off, row, {"token_ids": [5], "loss_mask": [1]}], runs[0][1] - 1)
+    assert (lint.num_unlabelled, lint.num_used, lint.num_all_labels) == (2, 1, 0)
+    assert (lint.num_tokens, lint.longest, lint.answers.num_turns) == (runs[0][1] - 1, runs[0][1] - 1, 1)
+    assert lint.num_ended == 0 and any("teaches the exits to stop" in note for note in lint.notes())
+    assert lint_of(encoder, [row], 100).num_ended == 1
+
+
 def test_what_is_seldom_meant_is_noted(encoder):
     all_labels = {"token_ids": [5, 6, 7], "loss_mask": [1, 1, 1]}
     assert any("every token carries loss" in note for note in lint_of(encoder, [all_labels], 100).notes())
@@ -117,7 +129,7 @@ def test_the_sample_shows_what_carries_loss_with_and_without_colours(encoder):
     green = [text.plain[s.start : s.end] for s in text.spans if s.style == "green"]
     assert green == ["⟦So slow<|im_end|>⟧", "⟦now<|im_end|>⟧"]
     console = Console(record=True, width=200, force_terminal=True, color_system="truecolor", file=StringIO())
-    show(console, [lint_of(encoder, [{"messages": TURNS}], 100)], encoder, row)
+    show_row(console, encoder, row)
     assert "\x1b[32m⟦So slow" in console.export_text(styles=True)
 
 
@@ -135,6 +147,9 @@ def test_the_bases_own_samples_are_told_from_another_authors(model):
     mask = [False] * 4 + [True] * 40
     found = surprise(model, [Encoded(row, mask) for row in own.tolist()])
     assert found.num_labels == 640 and not found.is_foreign and abs(found.excess) < 4 * found.error
+    hot = model.base.generate(prompts, do_sample=True, temperature=4.0, max_new_tokens=40, top_k=0, pad_token_id=0)
+    found = surprise(model, [Encoded(row, mask) for row in hot.tolist()])
+    assert found.is_foreign and "sampled above temperature 1" in str(found)
     foreign = torch.cat([prompts, torch.randint(3, 320, (16, 40))], dim=1)
     found = surprise(model, [Encoded(row, mask) for row in foreign.tolist()])
     assert found.is_foreign and "NOT WHAT THE BASE WRITES" in str(found) and found.agreement < 0.2

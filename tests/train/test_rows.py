@@ -47,6 +47,7 @@ def test_byte_order_mark_carriage_returns_and_blank_lines_are_no_matter(tmp_path
         (b'{"messages": [{"role": "user", "role": "x"}]}', "'role' stands twice"),
         (rb'{"text": "\ud83d"}', "surrogate"),
         ('{"text": "ä"}'.encode("latin-1"), "not UTF-8"),
+        (b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
     ],
 )
 def test_a_line_that_cant_be_read_is_told_and_the_others_count(tmp_path, line, reason):
@@ -78,6 +79,14 @@ def test_a_broken_list_is_told_with_its_line(tmp_path):
     path.write_text('[{"text": "a", "text": "b"},\n{"text": "c"}]')
     first, second = read_rows(str(path))
     assert "stands twice" in str(first.content) and second.content == {"text": "c"}
+    path.write_text("[" * 100_000 + "]" * 100_000)
+    with pytest.raises(ValueError, match=r"a\.json: .* nested too deeply"):
+        read_rows(str(path))
+
+
+def test_an_object_over_several_lines_with_a_key_twice_is_one_bad_row(tmp_path):
+    (row,) = read_rows(write(tmp_path / "a.json", b'{\n "text": "a",\n "text": "b"\n}'))
+    assert row.place == "line 1" and "'text' stands twice" in str(row.content)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
@@ -101,13 +110,15 @@ def test_files_that_are_missing_or_of_another_kind_are_told(tmp_path):
         read_rows(str(tmp_path / "a.parquet"))
 
 
-def test_parquet_gives_rows_with_their_numbers(tmp_path):
+@pytest.mark.parametrize("name", ["a.parquet", "a*.parquet", "rows[1].parquet"])
+def test_parquet_gives_rows_with_their_numbers_and_its_name_is_no_pattern(tmp_path, name):
     import pyarrow
     import pyarrow.parquet
 
     rows = [{"messages": [{"role": "user", "content": "a"}], "text": None}, {"messages": None, "text": "b"}]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    found = read_rows(str(tmp_path / "a.parquet"))
+    for file in (name, "ab.parquet"):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / file)
+    found = read_rows(str(tmp_path / name))
     assert [row.content for row in found] == rows and found[1].place == "row 2"
 
 
