@@ -199,7 +199,9 @@ def test_a_bad_form_stops_the_whole_call_before_any_work(llm, monkeypatch):
 
 
 def test_the_terminal_has_an_option_for_each_form(llm, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("infer.cli._load", lambda args, strategy: llm.use(strategy) or llm)
+    monkeypatch.setattr(
+        "infer.commands.options.load_llm", lambda args, strategy, verification: llm.use(strategy) or llm
+    )
     schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.gbnf"
     schema.write_text(json.dumps(COLORS))
     grammar.write_text('root ::= "ab" | "ba"')
@@ -224,7 +226,7 @@ def test_the_terminal_has_an_option_for_each_form(llm, tmp_path, capsys, monkeyp
     ],
 )
 def test_the_terminal_says_in_one_line_what_is_wrong(llm, capsys, monkeypatch, options, message):
-    monkeypatch.setattr("infer.cli._load", lambda args, strategy: llm)
+    monkeypatch.setattr("infer.commands.options.load_llm", lambda args, strategy, verification: llm)
     try:
         code = main(["generate", "artifact", "--prompt", "Hello", *options])
     except SystemExit as error:  # argparse
