@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from infer import backends
-from infer.artifact import Artifact, Manifest
+from infer.artifact import Artifact
 from infer.blocks import BlockPool
 from infer.cuda_graphs import CudaCapture, with_graphs
 from infer.detokenizer import Detokenizer
@@ -23,6 +23,7 @@ from infer.grammar import GrammarCompiler
 from infer.hispec import Round
 from infer.inputs import Prompt, as_list, encode
 from infer.logprobs import ScoreLog
+from infer.manifest import Manifest
 from infer.output import RequestOutput
 from infer.params import SamplingParams
 from infer.pool_size import default_num_blocks

@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from infer.artifact import Manifest, ProgramInfo
 from infer.batch import RING_SIZE, BlockTables, Query, cut, make_query, split_by_size, token_rectangle
 from infer.cuda_graphs import without_graphs
 from infer.logprobs import score
+from infer.manifest import Manifest, ProgramInfo
 from infer.row import Row
 
 Program = Callable[..., Tensor]
