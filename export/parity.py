@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from export.programs import TARGET, Span, tier_spans
-from infer.artifact import ProgramInfo
+from infer.manifest import ProgramInfo
 from train.model import EarlyExitModel
 
 MAX_ERROR = 1e-4  # fp32: rounding alone

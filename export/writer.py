@@ -25,20 +25,10 @@ from export import bitwise, parity
 from export.backends import eager, inductor
 from export.programs import TARGET, Program, Span, export_program, make_programs, tier_spans
 from infer import backends
-from infer.artifact import (
-    Artifact,
-    BaseInfo,
-    BuildInfo,
-    ExitInfo,
-    Limits,
-    Manifest,
-    ProgramInfo,
-    ProgramSet,
-    TierInfo,
-    host_capability,
-    write_manifest,
-)
+from infer.artifact import Artifact, ProgramSet, write_manifest
 from infer.batch import RING_SIZE
+from infer.device import host_capability
+from infer.manifest import BaseInfo, BuildInfo, ExitInfo, Limits, Manifest, ProgramInfo, TierInfo
 from train.base_model import base_fingerprint
 from train.model import EarlyExitModel
 from train.whole_folder import whole_folder

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Self
 
-from infer.llm import LLM, Prompt
+from infer.inputs import Prompt
+from infer.llm import LLM
 from infer.output import RequestOutput
 from infer.params import SamplingParams
 from infer.request import Request

@@ -27,7 +27,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from infer.artifact import Manifest, ProgramInfo
+from infer.manifest import Manifest, ProgramInfo
 
 Program = Callable[..., Tensor]
 # Runs a function of no arguments once or more, and gives what runs it again and the tensor that each run fills.

@@ -14,7 +14,8 @@ stalls neither the rows that decode nor the short prompts behind it.
 With n > 1 the leader computes the prompt; its siblings get to the front of the queue then and begin behind it, in the
 prompt's own blocks, which they read together, and in a copy of the last one if the prompt fills it in part.
 
-An exception out of a program ends the rows of that call, with the cause; the others take the round again.
+An exception out of a program ends the rows of that call, one out of a grammar its row, with the cause; the others take
+the round again.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infer import regex
 from infer.json_schema import check_supported
 from infer.structured_outputs import StructuredOutputsParams
 from infer.tokenizer import NoTokenizer
@@ -52,6 +53,8 @@ class GrammarCompiler:
         text = _source(wanted)
         if kind == "json":
             _check_schema(text)
+        if kind == "regex" and (reason := regex.unsupported(text)):
+            raise ValueError(f"structured_outputs.regex={_short(text)}: {reason}")
         if self._compiler is None:
             self._compiler = self._make_compiler()
         try:

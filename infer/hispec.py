@@ -20,7 +20,7 @@ from infer.judging import IdentityRule, Lines, Rule
 from infer.logprobs import score
 from infer.processors import Processors
 from infer.row import Row
-from infer.runner import Runner
+from infer.runner import ProgramError, Runner
 from infer.sampler import PickParams
 from infer.stats import TierStats
 
@@ -145,11 +145,23 @@ class Round:
         """The logits after what the batch's rows ask for, given each row's own tokens before each position."""
         batch = self._batch
         if tier not in batch.processors:
-            rules = [row.rules for row in batch.rows]
-            grammars = [row.grammar for row in batch.rows]
-            vocab = self.runner.vocabs[tier]
-            batch.processors[tier] = Processors(rules, logits.shape[1], vocab, self.runner.device, grammars)
-        return batch.processors[tier].apply(logits, [row.token_ids for row in batch.rows], starts, counts)
+            rules, vocab = [row.rules for row in batch.rows], self.runner.vocabs[tier]
+            batch.processors[tier] = Processors(rules, logits.shape[1], vocab, self.runner.device)
+        texts = [row.token_ids for row in batch.rows]
+        return batch.processors[tier].apply(logits, texts, starts, counts, _masks(batch.rows, starts, counts))
+
+
+def _masks(rows: Sequence[Row], starts: Sequence[int], counts: Sequence[int]) -> dict[int, Tensor]:
+    """What the rows' grammars allow at their positions, for those that have one: row's number → [count, G] int32."""
+    masks = {}
+    for b, (row, start, count) in enumerate(zip(rows, starts, counts, strict=True)):
+        if row.grammar is not None:
+            num_prompt = row.num_prompt_tokens
+            try:
+                masks[b] = row.grammar.masks(row.token_ids[num_prompt:], start + 1 - num_prompt, count)
+            except Exception as error:  # one text's, so its neighbours need not end with it
+                raise ProgramError([row]) from error
+    return masks
 
 
 def _note_failure(row: Row, logits: Tensor, has_no_pick: Sequence[bool], has_no_token: bool) -> None:

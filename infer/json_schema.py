@@ -1,14 +1,21 @@
 """Which JSON schemas xgrammar (0.2) holds to. Others it compiles as well, leaving out what a grammar can't say or what
 it does not say yet, so that a text could break its own schema: those are refused here, by keyword.
 
-What it adds is fine, as such texts are valid all the same: no properties but those described, patterns matched whole.
-`oneOf` it takes for `anyOf`, so a text may fit several alternatives where these overlap.
+A `$ref` may name the root or one of its `$defs` or `definitions`: these are checked, and xgrammar would follow it to
+anywhere else in the schema as well, or take what lies outside of it for anything.
+
+What it adds is fine, as such texts are valid all the same: no properties but those described, patterns matched whole
+and without quotes, backslashes and control characters.
+`oneOf` it takes for `anyOf`, so a text may fit several alternatives where these overlap. Of a `format` it knows the
+grammar alone: 2023-02-30 is a `date`, and the parts of a `hostname` may have any length.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+from infer import regex
 
 _NEVER = (
     "not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "dependentRequired",
@@ -39,6 +46,12 @@ _PYTHON_TYPES: dict[str, Any] = {
 }  # fmt: skip
 _CONSTRAINTS = ("type", *_DECIDING, *dict.fromkeys(word for words in _OF_TYPE.values() for word in words))
 
+_DEFINITIONS = ("$defs", "definitions")
+_FORMATS = (
+    "date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uri-reference",
+    "uri-template", "uuid", "json-pointer", "relative-json-pointer",
+)  # fmt: skip
+
 # Together xgrammar ignores one of the two.
 _APART = (
     *((word, length) for word in ("pattern", "format") for length in ("minLength", "maxLength")),
@@ -51,9 +64,27 @@ _APART = (
 
 def check_supported(schema: Any) -> None:
     """ValueError naming the first keyword of a schema (parsed JSON) that would be ignored, and where it stands."""
+    targets = _targets(schema)
     for path, one in _schemas(schema, ()):
-        if reason := _unsupported(one):
+        reason = _unsupported(one) or _bad_text(one)
+        if isinstance(ref := one.get("$ref"), str) and ref not in targets:
+            reason = f"$ref={ref!r} is not among the root's $defs or definitions: put it there, or write it in place"
+        if path and "$id" in one:
+            reason = "$id is not supported inside of a schema: leave it out"
+        if reason:
             raise ValueError(f"structured_outputs.json: {'.'.join((*path, reason))}")
+
+
+def _targets(root: Any) -> set[str]:
+    """What a `$ref` may say: JSON pointers (RFC 6901) to schemas that are checked whoever refers to them.
+
+    Names that a URI would have to escape with % are left out, as the escape of a slash could lead elsewhere.
+    """
+    found = {"#"}
+    for word in _DEFINITIONS:
+        if isinstance(root, Mapping) and isinstance(named := root.get(word), Mapping):
+            found |= {f"#/{word}/{name.replace('~', '~0').replace('/', '~1')}" for name in named if "%" not in name}
+    return found
 
 
 def _schemas(schema: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
@@ -61,7 +92,7 @@ def _schemas(schema: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ..
     if not isinstance(schema, Mapping):
         return
     yield path, schema
-    for word in ("properties", "patternProperties", "$defs", "definitions"):
+    for word in ("properties", "patternProperties", *_DEFINITIONS):
         if isinstance(named := schema.get(word), Mapping):
             for name, inner in named.items():
                 yield from _schemas(inner, (*path, word, name))
@@ -107,6 +138,20 @@ def _beside(schema: Mapping[str, Any], deciding: str) -> str | None:
     for word in _CONSTRAINTS:
         if word in schema and word not in allowed:
             return f"{word} is not supported beside {deciding}: leave one out, or move it into the other"
+    return None
+
+
+def _bad_text(schema: Mapping[str, Any]) -> str | None:
+    """As `_unsupported`, of formats and of expressions."""
+    if "format" in schema and schema["format"] not in _FORMATS:
+        return f"format={schema['format']!r} is not supported: it must be one of {', '.join(_FORMATS)}, or left out"
+    named = schema.get("patternProperties")
+    patterns = {f"patternProperties.{pattern}": pattern for pattern in named} if isinstance(named, Mapping) else {}
+    if isinstance(pattern := schema.get("pattern"), str):
+        patterns[f"pattern={pattern!r}"] = pattern
+    for where, pattern in patterns.items():
+        if reason := regex.unsupported_in_json(pattern):
+            return f"{where}: {reason}"
     return None
 
 

@@ -13,14 +13,17 @@ import torch
 from safetensors.torch import load_file
 
 from infer import backends
-from infer.artifact import Artifact, Manifest
+from infer.artifact import Artifact
 from infer.blocks import BlockPool
 from infer.cuda_graphs import CudaCapture, with_graphs
 from infer.detokenizer import Detokenizer
+from infer.device import check_device
 from infer.engine import Engine
 from infer.grammar import GrammarCompiler
 from infer.hispec import Round
+from infer.inputs import Prompt, as_list, encode
 from infer.logprobs import ScoreLog
+from infer.manifest import Manifest
 from infer.output import RequestOutput
 from infer.params import SamplingParams
 from infer.pool_size import default_num_blocks
@@ -31,7 +34,6 @@ from infer.runner import Program, Runner
 from infer.strategy import Policy, most_scored, rule_of, stages_of
 from infer.tokenizer import load_tokenizer
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -198,7 +200,7 @@ class LLM:
         Raises:
             ValueError: a prompt is empty or too long, before anything has run.
         """
-        requests = self._requests(_as_list(prompts), sampling_params)
+        requests = self._requests(as_list(prompts), sampling_params)
         for request in requests:
             for choice in (request, *request.siblings):
                 choice.is_streamed = False
@@ -253,7 +255,7 @@ class LLM:
             ValueError: the prompt is empty or too long (it is called `number` there), or what `params` want can't be
                 done by this model.
         """
-        text, ids = self._encode(prompt, number)
+        text, ids = encode(prompt, number, self.tokenizer, self.manifest.base.vocab_size)
         params.check_vocabulary(self.manifest.base.vocab_size)
         longest = self.manifest.limits.max_model_len
         if len(ids) >= longest:
@@ -313,41 +315,3 @@ class LLM:
             raise ValueError(f"{len(each)} sampling_params for {len(prompts)} prompts: give one, or one for each")
         pairs = enumerate(zip(prompts, each, strict=True))
         return [self.make_request(prompt, p, number=number) for number, (prompt, p) in pairs]
-
-    def _encode(self, prompt: Prompt, number: int) -> tuple[str | None, list[int]]:
-        text: str | None = None
-        if isinstance(prompt, Mapping):
-            if "prompt_token_ids" not in prompt:
-                raise ValueError(f"prompt {number}: a mapping must have 'prompt_token_ids', got {sorted(prompt)}")
-            prompt = prompt["prompt_token_ids"]
-        if isinstance(prompt, str):
-            text = prompt
-            ids = list(self.tokenizer(prompt)["input_ids"])
-        else:
-            ids = list(cast(Sequence[int], prompt))
-        if not ids:
-            raise ValueError(f"prompt {number} is empty ({prompt!r} has no tokens): give at least one token")
-        vocab_size = self.manifest.base.vocab_size
-        for token_id in ids:
-            if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocab_size:
-                raise ValueError(
-                    f"prompt {number}: {token_id!r} is no token id; ids are whole numbers in 0..{vocab_size - 1}"
-                )
-        return text, ids
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    listed = list(cast(Sequence[Any], prompts))
-    if listed and isinstance(listed[0], int):
-        return [cast(Prompt, listed)]
-    return listed
-
-
-def check_device(device: str) -> None:
-    """ValueError unless programs can run on `device` here."""
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f"device={device!r} must be 'cpu' or 'cuda' (choose one of several with CUDA_VISIBLE_DEVICES)")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device='cuda': PyTorch finds no GPU here; use device='cpu'")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from infer.artifact import host_capability
+from infer.device import host_capability
 from infer.llm import LLM
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from infer.artifact import Manifest
+from infer.manifest import Manifest
 
 DEFAULT_KV_BYTES = 1 << 30  # on CPU
 # A token's score for one id, while tokens are picked with noise: the logit, float64 scores and the noise's int64 and

@@ -2,8 +2,7 @@
 
 Every tier applies the same rules to its own logits: for the token at position p, the tokens before p are the prefix,
 whether they are committed, tentative or drafted. Nothing is remembered between calls, so a rejected token leaves no
-trace (`grammar` keeps its place, but gives what the prefix alone would). The order is vLLM's (v1); step 7 is that of
-`sampler`:
+trace; what grammars allow comes with the logits. The order is vLLM's (v1); step 7 is that of `sampler`:
 
     1 structured_outputs   ids that break the form of the text can't be picked
     2 allowed_token_ids    nor ids that are not listed
@@ -21,7 +20,7 @@ Knows neither programs nor rows, only tokens and logits. A row's logits come out
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -29,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from infer.grammar import Grammar, GrammarState
+from infer.grammar import Grammar
 from infer.params import SamplingParams
 
 _ANY_TOKEN = -1  # pads a bad word's prefix on the left
@@ -114,21 +113,17 @@ class Processors:
         num_columns: int,
         vocab: Tensor | None,
         device: torch.device,
-        grammars: Sequence[GrammarState | None] = (),
     ) -> None:
         """
-        rules, grammars: of every row of the batch.
+        rules: of every row of the batch.
         vocab: [V] int64 sorted ids of a trimmed exit, None for 0..V-1.
         """
         self.num_columns, self.device = num_columns, device
         self._vocab = vocab
         self._rows = [b for b, rule in enumerate(rules) if rule is not None]
         some = [rule for rule in rules if rule is not None]
-        self._grammars = {b: grammar for b, grammar in enumerate(grammars) if grammar is not None}
-        self._num_words = max((grammar.num_words for grammar in self._grammars.values()), default=0)  # G
         self._is_refused = ~((torch.arange(256).unsqueeze(1) >> torch.arange(8)) & 1).bool().to(device)  # of an octet
-        self._num_prompts = [r.num_prompt_tokens for r in some]
-        self._num_prompt = self._tensor(self._num_prompts)  # [R]
+        self._num_prompt = self._tensor([r.num_prompt_tokens for r in some])  # [R]
         self._banned = self._banned_columns(some)  # [R, V+1] bool, or None
         self._stops = self._columns([r.stop_ids for r in some])  # [R, K]
         self._min_tokens = self._tensor([r.min_tokens for r in some])  # [R]
@@ -140,12 +135,18 @@ class Processors:
         self._penalties = torch.tensor(penalties, dtype=torch.float32, device=device)  # [R, 3]
 
     def apply(
-        self, logits: Tensor, texts: Sequence[Sequence[int]], starts: Sequence[int], counts: Sequence[int]
+        self,
+        logits: Tensor,
+        texts: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        masks: Mapping[int, Tensor] | None = None,
     ) -> Tensor:
         """The logits [N, V] that tokens are picked from; `logits` itself is left as it is.
 
         Row b of the batch has `counts[b]` lines, for the tokens at positions starts[b] + 1 and up; texts[b] are its
-        tokens, at least up to the position before the last of these.
+        tokens, at least up to the position before the last of these. masks[b] [counts[b], G] int32 on CPU: what its
+        grammar, if it has one, allows on its lines.
         """
         lines, owners, positions = list[int](), list[int](), list[int]()
         first = 0
@@ -158,7 +159,7 @@ class Processors:
             first += count
         tokens = _padded([texts[b] for b in self._rows], _NO_TOKEN, torch.int64).to(self.device)  # [R, L]
         owner, position = self._tensor(owners), self._tensor(positions)
-        refused = self._refused(texts, starts, counts)
+        refused = self._refused(masks, counts) if masks else None
         if len(lines) == len(logits):
             return self._process(logits, owner, position, tokens, refused)
         line = self._tensor(lines)
@@ -209,17 +210,12 @@ class Processors:
         is_hit = ((prefixes == tail[:, None]) | (prefixes == _ANY_TOKEN)).all(dim=2)
         return self._bad_lasts[owner].where(is_hit, self.num_columns)
 
-    def _refused(self, texts: Sequence[Sequence[int]], starts: Sequence[int], counts: Sequence[int]) -> Tensor | None:
-        """Ids [N, V] bool that grammars refuse on the lines of the R rows; None without grammars."""
-        if not self._grammars:
-            return None
-        masks = []  # [count, G] int32 of each row
-        for b, num_prompt in zip(self._rows, self._num_prompts, strict=True):
-            if b in self._grammars:
-                masks.append(self._grammars[b].masks(texts[b][num_prompt:], starts[b] + 1 - num_prompt, counts[b]))
-            else:
-                masks.append(torch.full((counts[b], self._num_words), -1, dtype=torch.int32))
-        octets = torch.cat(masks).view(torch.uint8).to(self.device)  # [N, 4 G]
+    def _refused(self, masks: Mapping[int, Tensor], counts: Sequence[int]) -> Tensor:
+        """Ids [N, V] bool that grammars refuse on the lines of the R rows."""
+        num_words = next(iter(masks.values())).shape[1]  # G
+        anything = {b: torch.full((counts[b], num_words), -1, dtype=torch.int32) for b in self._rows if b not in masks}
+        each = {**anything, **masks}
+        octets = torch.cat([each[b] for b in self._rows]).view(torch.uint8).to(self.device)  # [N, 4 G]
         refused = self._is_refused[octets.int()].flatten(1)  # [N, 32 G]
         return refused[:, : self.num_columns] if self._vocab is None else refused[:, self._vocab]
 

@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from infer.artifact import Manifest, ProgramInfo
 from infer.batch import RING_SIZE, BlockTables, Query, cut, make_query, split_by_size, token_rectangle
 from infer.cuda_graphs import without_graphs
 from infer.logprobs import score
+from infer.manifest import Manifest, ProgramInfo
 from infer.row import Row
 
 Program = Callable[..., Tensor]
@@ -27,10 +27,11 @@ _MAX_SCORED = 64  # prompt tokens whose logits, in float64, are held at once
 
 
 class ProgramError(Exception):
-    """A program raised (see `__cause__`) in a call for these rows; what they have computed is unknown."""
+    """A program raised (see `__cause__`) in a call for these rows, or a row's grammar; what they have computed is
+    unknown, and the others can go on."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
-        super().__init__(f"a program failed in a call for {len(rows)} rows")
+        super().__init__(f"a program or a grammar failed for {len(rows)} rows")
         self.rows = rows
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from infer.artifact import Manifest
 from infer.hispec import Stage
 from infer.judging import IdentityRule, Rule
+from infer.manifest import Manifest
 from infer.rejection import RejectionRule
 
 STRATEGIES = ("autoregressive", "layerskip", "hispec")

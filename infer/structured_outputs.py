@@ -23,7 +23,7 @@ class StructuredOutputsParams:
     json: str | Mapping[str, Any] | None = None
     """The text is JSON that this schema describes. Properties come in the schema's order, no others are added."""
     regex: str | None = None
-    """The whole text matches this regular expression."""
+    """The whole text matches this regular expression, whose `.` matches ends of lines as well."""
     choice: Sequence[str] | None = None
     """The text is one of these. Stored as a tuple."""
     grammar: str | None = None

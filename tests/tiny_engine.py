@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from export.programs import make_programs, tier_spans
-from infer.artifact import BaseInfo, ExitInfo, Limits, Manifest, ProgramInfo, TierInfo
 from infer.blocks import BlockPool
 from infer.cuda_graphs import Capture, with_graphs
 from infer.detokenizer import Detokenizer
@@ -25,6 +24,7 @@ from infer.engine import Engine
 from infer.grammar import GrammarCompiler
 from infer.hispec import Round
 from infer.logprobs import ScoreLog
+from infer.manifest import BaseInfo, ExitInfo, Limits, Manifest, ProgramInfo, TierInfo
 from infer.params import SamplingParams
 from infer.prefix_cache import PrefixCache
 from infer.processors import Rules

@@ -130,7 +130,7 @@ def _profile(args: argparse.Namespace, sizes: list[int]) -> int:
 
 def _prepare(args: argparse.Namespace, names: list[str]) -> tuple[Machine, LLM]:
     """The machine, measured while nothing else runs, and then the model."""
-    from infer.llm import check_device
+    from infer.device import check_device
     from infer.machine import describe_machine
 
     check_device(args.device)

@@ -7,18 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from infer.artifact import (
-    Artifact,
-    BaseInfo,
-    BuildInfo,
-    ExitInfo,
-    Limits,
-    Manifest,
-    ProgramInfo,
-    TierInfo,
-    host_capability,
-    write_manifest,
-)
+from infer.artifact import Artifact, write_manifest
+from infer.device import host_capability
+from infer.manifest import BaseInfo, BuildInfo, ExitInfo, Limits, Manifest, ProgramInfo, TierInfo
 
 BASE = BaseInfo(
     name="tiny", revision=None, config_sha256="0" * 64, family="llama", num_layers=6, hidden_size=32, exit_size=32,

@@ -12,9 +12,10 @@ from torch import Tensor
 
 import infer.backends.inductor
 from infer import cuda_graphs
-from infer.artifact import Artifact, BuildInfo, ProgramInfo, ProgramSet
+from infer.artifact import Artifact, ProgramSet
 from infer.batch import make_query
 from infer.cuda_graphs import CaptureError, CudaCapture, FlatGraphs, PagedGraphs, Sizes
+from infer.manifest import BuildInfo, ProgramInfo
 from infer.params import SamplingParams
 from infer.row import Row
 from infer.runner import Runner

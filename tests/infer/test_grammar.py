@@ -1,6 +1,7 @@
 """Structured outputs are exact under speculation: a grammar's mask is a function of the row's prefix, at every tier."""
 
 import functools
+import itertools
 import json
 import re
 
@@ -267,6 +268,39 @@ def test_a_grammar_that_the_vocabulary_can_not_spell_ends_the_row():
     only_b = {"structured_outputs": wanted, "bad_words": ["a"]}
     (request,) = engine("hispec").generate([PROMPTS[1]], params("regex", **only_b), [EOS])
     assert request.stop_reason == NOTHING_IN_GRAMMAR and request.token_ids == []
+
+
+@pytest.mark.parametrize("k", [1, 2, 5])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_grammar_that_raises_ends_its_row_alone(strategy, k):
+    """The k-th mask of two rows fails; those beside them, with such grammars and without, lose and repeat nothing."""
+    tiny = engine(strategy, max_num_seqs=len(ROWS))
+    requests = [tiny.request(prompt, params, [EOS]) for prompt, params in zip(ROWS, EACH, strict=True)]
+    for request in requests:
+        tiny.engine.add(request)
+    tiny.engine.step()
+    for number in (0, 3):
+        grammar = requests[number].row.grammar
+        grammar.masks = raising_on(k, grammar.masks)
+    tiny.drain()
+    for number, request in enumerate(requests):
+        if number in (0, 3):
+            assert (request.finish_reason, request.stop_reason) == ("error", "RuntimeError: out of luck")
+            assert request.token_ids == plain(number)[: len(request.token_ids)] != plain(number)
+        else:
+            assert request.token_ids == plain(number) and request.finish_reason != "error"
+    assert tiny.engine.pool.num_free == tiny.engine.pool.num_blocks - 1
+
+
+def raising_on(k, function):
+    calls = itertools.count(1)
+
+    def call(*args):
+        if next(calls) == k:
+            raise RuntimeError("out of luck")
+        return function(*args)
+
+    return call
 
 
 # ---- masks ----

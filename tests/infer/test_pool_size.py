@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from infer import pool_size
-from infer.artifact import BaseInfo, ExitInfo, Limits, Manifest, TierInfo
+from infer.manifest import BaseInfo, ExitInfo, Limits, Manifest, TierInfo
 from infer.pool_size import BYTES_PER_SCORE, default_num_blocks
 
 GIB = 1 << 30

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from infer import LLM, SamplingParams, StructuredOutputsParams
+from infer import LLM, SamplingParams, StructuredOutputsParams, json_schema
 from infer.cli import main
-from infer.grammar import GrammarCompiler
+from infer.grammar import Grammar, GrammarCompiler, GrammarState
 from infer.tokenizer import NoTokenizer
 from tests.tiny_artifact import VOCAB_SIZE, make_artifact, make_tokenizer
 
@@ -76,7 +76,7 @@ def test_sampling_params_take_the_record_and_no_mapping():
     ("field", "value", "why"),
     [
         ("regex", "(a", "parenthesis is not closed"),
-        ("regex", r"(a)\1", "Backreference"),
+        ("regex", r"(a)\1", r"\1 is not supported"),
         ("regex", "\ud800", "surrogates"),
         ("grammar", "root ::= b", '"b" is not defined'),
         ("grammar", 'start: "a" b', "unknown name 'b'"),
@@ -87,7 +87,7 @@ def test_sampling_params_take_the_record_and_no_mapping():
         ("json", "[]", "should be an object or bool"),
         ("json", {"type": "int"}, "Unsupported type"),
         ("json", {"type": {"a": 1}}, "should be a string"),
-        ("json", {"$ref": "#/$defs/a"}, "Cannot find"),
+        ("json", {"$ref": 3}, "$ref must be a string"),
         ("json", {"allOf": 3}, "must be an array"),
         ("json", {"type": "string", "pattern": "(a"}, "parenthesis is not closed"),
     ],
@@ -120,6 +120,21 @@ def test_what_can_not_be_compiled_is_refused_with_xgrammars_reason(compiler, fie
         ({"properties": {"a": {"items": {"not": {}}}}}, r"properties\.a\.items\.not is not supported"),
         ({"anyOf": [{"type": "null"}, {"not": {}}]}, r"anyOf\.1\.not is not supported"),
         ({"$defs": {"a": {"if": {}}}, "type": "null"}, r"\$defs\.a\.if is not supported"),
+        (
+            {"$ref": "#/components/x", "components": {"x": {"not": {"const": 3}}}},
+            r"\$ref='#/components/x' is not among",
+        ),
+        ({"properties": {"a": {"$ref": "http://x.y/z"}}}, r"properties\.a\.\$ref='http://x.y/z' is not among"),
+        ({"$ref": "#/$defs/a"}, r"\$ref='#/\$defs/a' is not among"),
+        ({"$ref": "#/$defs/0", "$defs": [{"not": {}}]}, r"\$ref='#/\$defs/0' is not among"),
+        ({"$ref": "#/$defs/a%2Fx", "$defs": {"a": {"x": {"not": {}}}}}, r"\$ref='#/\$defs/a%2Fx' is not among"),
+        ({"$ref": "#/$defs/a%2Fx", "$defs": {"a": {"x": {"not": {}}}, "a%2Fx": {}}}, r"a%2Fx' is not among"),
+        ({"$ref": "#/$defs/a/x", "$defs": {"a": {"x": {"not": {}}}}}, r"\$ref='#/\$defs/a/x' is not among"),
+        ({"items": {"$id": "b", "$ref": "#/$defs/a"}, "$defs": {"a": {}}}, r"items\.\$id is not supported inside"),
+        *[({"type": "string", "format": name}, f"format='{name}' is not") for name in ("foo", "idn-email", "regex")],
+        ({"type": "string", "format": 3}, "format=3 is not"),
+        ({"items": {"type": "string", "pattern": "^(?!a).*$"}}, r"items\.pattern=.*: \(\?!a is not supported"),
+        ({"type": "object", "patternProperties": {"a$b": {}}}, r"patternProperties\.a\$b: \$ is supported at the end"),
     ],
 )
 def test_keywords_that_xgrammar_would_ignore_are_refused(compiler, schema, keyword):
@@ -142,6 +157,8 @@ def test_keywords_that_xgrammar_would_ignore_are_refused(compiler, schema, keywo
         {"type": "array", "uniqueItems": False, "prefixItems": [{"type": "string"}], "items": {"$ref": "#"}},
         {"type": "object", "additionalProperties": {"type": "integer"}, "minProperties": 1},
         {"$defs": {"tree": {"properties": {"left": {"$ref": "#/$defs/tree"}}}}, "$ref": "#/$defs/tree"},
+        {"$id": "a", "definitions": {"a/b~": {"type": "null"}}, "items": {"$ref": "#/definitions/a~1b~0"}},
+        {"type": "string", "pattern": r"^(?:a|[^$^]\d\.)$|^b\^$"},
     ],
     ids=str,
 )
@@ -150,6 +167,105 @@ def test_usual_schemas_are_taken_as_mapping_and_as_text(compiler, schema):
     assert text.num_words == -(-VOCAB_SIZE // 32)
     if schema is not True:
         compiler.compile(StructuredOutputsParams(json=schema))
+
+
+# ---- what is held to ----
+
+
+FORMATS = {
+    "date": ("2024-02-29", "2024-13-01"),
+    "time": ("12:30:00Z", "25:00:00Z"),
+    "date-time": ("2024-02-29T12:30:00Z", "2024-02-29"),
+    "duration": ("P1DT2H", "1D"),
+    "email": ("a@b.org", "a.b.org"),
+    "hostname": ("a.b.org", "-a"),
+    "ipv4": ("1.2.3.4", "1.2.3.256"),
+    "ipv6": ("::1", "1:2"),
+    "uri": ("http://a.org/b", "b"),
+    "uri-reference": ("/b?c", "a b"),
+    "uri-template": ("/a/{b}", "{"),
+    "uuid": ("123e4567-e89b-12d3-a456-426614174000", "123e4567"),
+    "json-pointer": ("/a~1", "a"),
+    "relative-json-pointer": ("1/a", "/a"),
+}
+
+
+def is_taken(grammar: Grammar, text: str) -> bool:
+    """Whether the grammar gives a mask for each token of the text and then for EOS that lets it pass."""
+    ids = [*make_tokenizer()(text)["input_ids"], 0]
+    masks = GrammarState(grammar).masks(ids, 0, len(ids))
+    return all(int(mask[i // 32]) >> (i % 32) & 1 for i, mask in zip(ids, masks, strict=True))
+
+
+@pytest.mark.parametrize("name", json_schema._FORMATS)
+def test_every_format_that_is_taken_is_held_to(compiler, name):
+    grammar = compiler.compile(StructuredOutputsParams(json={"type": "string", "format": name}))
+    good, bad = FORMATS[name]
+    assert is_taken(grammar, json.dumps(good)) and not is_taken(grammar, json.dumps(bad))
+
+
+def test_references_lead_where_the_pointer_says(compiler):
+    defs = {"a/b~": {"type": "null"}, "a": {"b~": {"type": "integer"}}}
+    schema = {"$defs": defs, "type": "array", "items": {"$ref": "#/$defs/a~1b~0"}}
+    grammar = compiler.compile(StructuredOutputsParams(json=schema, disable_any_whitespace=True))
+    assert is_taken(grammar, "[null]") and not is_taken(grammar, "[1]")
+
+
+@pytest.mark.parametrize(
+    ("expression", "taken", "refused"),
+    [
+        ("^a$|^b$", "b", "ab"),
+        ("^(?:a|b){2}$", "ab", "a"),
+        ("(?<n>a)b", "ab", "b"),
+        (r"[^$^(?]\^\$\(?", "a^$", "(^$"),
+        (r"[\w\-]+\.\d", "a-b.1", "a-bx1"),
+        (r"\x61\u0062\u{63}", "abc", "ab"),
+        (r'a["\\\s]b', "a b", "ab"),
+    ],
+)
+def test_expressions_that_are_taken_mean_what_they_say(compiler, expression, taken, refused):
+    for wanted, quote in (
+        (StructuredOutputsParams(regex=expression), str),
+        (StructuredOutputsParams(json={"type": "string", "pattern": expression}), json.dumps),
+    ):
+        grammar = compiler.compile(wanted)
+        assert is_taken(grammar, quote(taken)) and not is_taken(grammar, quote(refused))
+
+
+@pytest.mark.parametrize(
+    ("expression", "what"),
+    [
+        ("a$b", "$ is"), ("a^b", "^ is"), ("(^a)b", "^ is"), ("(a$|b)c", "$ is"), ("[^a]^", "^ is"), (r"\.^a", "^ is"),
+        ("^(?!a).*$", "(?!a is"), ("(?=a)b", "(?=a is"), ("a(?<!b)c", "(?<! is"), ("(?i)a", "(?i) is"),
+        ("(?P<n>a)", "(?P< is"), (r"\Aab\Z", r"\A is"), (r"a\b", r"\b is"), (r"[\p]", r"\p is"), (r"\p{L}", r"\p is"),
+    ],
+)  # fmt: skip
+def test_parts_of_expressions_that_would_be_ignored_or_misread_are_refused(compiler, expression, what):
+    with pytest.raises(ValueError, match=rf"structured_outputs\.regex=.*: {re.escape(what)}"):
+        compiler.compile(StructuredOutputsParams(regex=expression))
+    with pytest.raises(ValueError, match=rf"structured_outputs\.json: pattern=.*: {re.escape(what)}"):
+        compiler.compile(StructuredOutputsParams(json={"type": "string", "pattern": expression}))
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ['"', 'a["]', r"\\", r"[\\]", "\t", r"\n", r"\x22", r"\x1f", r"\u005C", r"\u{9}", r"\u{0022}", r'["\t]'],
+)
+def test_patterns_that_would_break_the_json_around_them_are_refused(compiler, expression):
+    for schema in (
+        {"type": "string", "pattern": expression},
+        {"type": "object", "patternProperties": {expression: {}}},
+    ):
+        with pytest.raises(ValueError, match=r"(?s)structured_outputs\.json: pattern.* would break the JSON around it"):
+            compiler.compile(StructuredOutputsParams(json=schema))
+    compiler.compile(StructuredOutputsParams(regex=expression))
+
+
+@pytest.mark.parametrize("expression", [r'[^"]*', r"[\x00-\x7f]+", r'[^"\\]', ".*", r'[ "]', "[ -~]"])
+def test_classes_leave_out_what_json_would_have_to_escape(compiler, expression):
+    grammar = compiler.compile(StructuredOutputsParams(json={"type": "string", "pattern": expression}))
+    assert is_taken(grammar, '" "')
+    assert not any(is_taken(grammar, f'"{text}"') for text in ('"', "\\", "\n"))
 
 
 def test_without_xgrammar_the_extra_is_named_and_nothing_runs(llm, monkeypatch):
@@ -199,7 +315,9 @@ def test_a_bad_form_stops_the_whole_call_before_any_work(llm, monkeypatch):
 
 
 def test_the_terminal_has_an_option_for_each_form(llm, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("infer.cli._load", lambda args, strategy: llm.use(strategy) or llm)
+    monkeypatch.setattr(
+        "infer.commands.options.load_llm", lambda args, strategy, verification: llm.use(strategy) or llm
+    )
     schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.gbnf"
     schema.write_text(json.dumps(COLORS))
     grammar.write_text('root ::= "ab" | "ba"')
@@ -224,7 +342,7 @@ def test_the_terminal_has_an_option_for_each_form(llm, tmp_path, capsys, monkeyp
     ],
 )
 def test_the_terminal_says_in_one_line_what_is_wrong(llm, capsys, monkeypatch, options, message):
-    monkeypatch.setattr("infer.cli._load", lambda args, strategy: llm)
+    monkeypatch.setattr("infer.commands.options.load_llm", lambda args, strategy, verification: llm)
     try:
         code = main(["generate", "artifact", "--prompt", "Hello", *options])
     except SystemExit as error:  # argparse

@@ -1,0 +1,24 @@
+"""What programs can run on here: a device, and the instructions that it knows."""
+
+from __future__ import annotations
+
+import torch
+
+
+def check_device(device: str) -> None:
+    """ValueError unless programs can run on `device` here."""
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device={device!r} must be 'cpu' or 'cuda' (choose one of several with CUDA_VISIBLE_DEVICES)")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda': PyTorch finds no GPU here; use device='cpu'")
+
+
+def host_capability(device: str = "cpu") -> str:
+    """The instruction set that machine code for `device` may use here."""
+    if device == "cpu":
+        # AMX has no level of its own there, but code that uses it dies where it is missing
+        return torch.backends.cpu.get_cpu_capability() + ("+AMX" if torch.cpu._is_amx_tile_supported() else "")
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}"
