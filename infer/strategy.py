@@ -8,6 +8,7 @@ hispec           all exits: drafts are verified early, and rarely by the target 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from infer.hispec import Stage
@@ -74,10 +75,11 @@ def stages_of(strategy: str, policy: Policy, manifest: Manifest) -> list[Stage]:
 
 def most_scored(policy: Policy, manifest: Manifest) -> int:
     """Most tokens of one row that a judge scores at once, whichever strategy is chosen later."""
-    most = 1
-    for strategy in STRATEGIES[: len(manifest.tiers)]:
-        most = max(most, *(stage.window for stage in stages_of(strategy, policy, manifest)))
-    return most
+    windows = [1]
+    for strategy in STRATEGIES:
+        with suppress(ValueError):  # this artifact or policy can't have it
+            windows += [stage.window for stage in stages_of(strategy, policy, manifest)]
+    return max(windows)
 
 
 def rule_of(verification: str, stages: Sequence[Stage], manifest: Manifest) -> Rule:

@@ -8,6 +8,8 @@ import torch
 from infer import pool_size
 from infer.manifest import BaseInfo, ExitInfo, Limits, Manifest, TierInfo
 from infer.pool_size import BYTES_PER_SCORE, default_num_blocks
+from infer.strategy import Policy, most_scored
+from tests.tiny_engine import make_manifest, model_of
 
 GIB = 1 << 30
 BASE = BaseInfo(
@@ -87,3 +89,9 @@ def test_exits_with_kv_of_their_own_count_as_layers(monkeypatch):
     ]
     assert num_blocks(1.0) == 500
     assert num_blocks(1.0, manifest=replace(MANIFEST, exits=exits, tiers=tiers)) == 400
+
+
+def test_room_is_left_for_the_scores_of_any_strategy_that_may_be_chosen_later():
+    manifest = make_manifest(model_of())
+    assert most_scored(Policy(num_draft_tokens=2, window=4), manifest) == 7  # hispec: N_i + γ + 1
+    assert most_scored(Policy(num_draft_tokens=20, window=20), manifest) == 21  # which hispec can't have here
