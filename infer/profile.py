@@ -86,7 +86,7 @@ def measure_overhead(
     """Processor time of the thread that runs the engine, with stubs for programs and picks.
 
     A stub returns a tensor of the right shape that is there already, and every pick is the same id, so that each draft
-    is accepted. Commit and detokenizing are included.
+    is accepted. Commit is included, and a text's making where a stop string asks for it.
     """
     params = SamplingParams(temperature=0, max_tokens=STUB_TOKENS, ignore_eos=True)
     results = []
@@ -182,6 +182,7 @@ def _steps(
         requests = [llm.make_request(prompt, params) for prompt in prompts]
         num_before = len(steps)
         for request in requests:
+            request.is_streamed = False  # as in `generate`
             llm.engine.add(request)
         try:
             while len(steps) < num_steps and not any(request.is_finished for request in requests):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import shutil
+import tempfile
 from pathlib import Path
 
 import torch
@@ -41,6 +45,15 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 def make_artifact(folder: Path, backends: tuple[str, ...] = ("eager",)) -> Path:
     """An artifact at `folder`: llama, 6 layers, a trimmed `layer` exit at 2 and a native one at 4, EOS id 0."""
+    shutil.copytree(_built(backends), folder)
+    return folder
+
+
+@functools.cache
+def _built(backends: tuple[str, ...]) -> Path:
+    """Export takes as long as a file of tests: once per process is enough."""
+    scratch = tempfile.mkdtemp(prefix="hispec-tiny-artifact-")
+    atexit.register(shutil.rmtree, scratch, ignore_errors=True)
 
     def make_model(dtype: str) -> EarlyExitModel:
         base = make_tiny_model("llama", vocab_size=VOCAB_SIZE, eos_token_id=0, pad_token_id=0).to(getattr(torch, dtype))
@@ -53,7 +66,7 @@ def make_artifact(folder: Path, backends: tuple[str, ...] = ("eager",)) -> Path:
         return model.eval().requires_grad_(False)
 
     options = ExportOptions(
-        output=folder,
+        output=Path(scratch) / "artifact",
         backends=backends,
         max_model_len=MAX_MODEL_LEN,
         block_size=4,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from infer import LLM, RequestOutput, SamplingParams
+from infer import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from infer.params import _ONLY_ACCEPTED
 from infer.strategy import Policy
 from tests.tiny_artifact import make_artifact
@@ -65,6 +65,7 @@ def cases(ids: list[int], text: str) -> dict[str, tuple[dict[str, Any], dict[str
         "bad_words": ({}, {"bad_words": [c for c in text if c.isascii() and c.isalpha()]}),
         "logprobs": ({}, {"logprobs": 2}),
         "prompt_logprobs": ({}, {"prompt_logprobs": 2}),
+        "structured_outputs": ({}, {"structured_outputs": StructuredOutputsParams(regex="[0-9]{3}x+")}),
     }
 
 
