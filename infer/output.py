@@ -63,9 +63,13 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None for the first token, which nothing predicts
 
 
+def incomplete(output: RequestOutput) -> list[CompletionOutput]:
+    """Its texts that were cut short by a fault or by the caller."""
+    return [text for text in output.outputs if text.finish_reason in ("error", "abort")]
+
+
 def check_whole(outputs: Iterable[RequestOutput]) -> None:
     """ValueError with the cause if a text was cut short by a fault: a measurement of such texts means nothing."""
     for output in outputs:
-        for text in output.outputs:
-            if text.finish_reason in ("error", "abort"):
-                raise ValueError(f"request {output.request_id} is incomplete: {text.stop_reason}")
+        for text in incomplete(output):
+            raise ValueError(f"request {output.request_id} is incomplete: {text.stop_reason}")

@@ -154,7 +154,7 @@ def measure_shares(
 def _instead(
     llm: LLM, strategy: str, policy: Policy, programs: Mapping[str, Program], pick_: Callable[..., Tensor]
 ) -> Iterator[None]:
-    """`strategy` over other programs and another pick, for a while."""
+    """Other programs and another pick for a while; `strategy` is left chosen."""
     runner, before = llm.engine.runner, llm.engine.runner.programs
     llm.use(strategy, policy)
     runner.bind(programs, bitwise=runner.bitwise)

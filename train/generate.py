@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -61,7 +61,6 @@ class Counts:
     failed: int = 0
     skipped: int = 0
     tokens: int = 0
-    reasons: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         return (

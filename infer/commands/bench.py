@@ -148,7 +148,7 @@ def _prepare(args: argparse.Namespace, names: list[str]) -> tuple[Machine, LLM]:
 def _write(args: argparse.Namespace, here: Machine, llm: LLM, figures: dict[str, Any]) -> None:
     if args.output:
         where = {"machine": asdict(here), "backend": llm.backend, "dtype": llm.dtype}
-        args.output.write_text(json.dumps(where | figures, indent=2) + "\n")
+        options.write_whole(args.output, json.dumps(where | figures, indent=2) + "\n")
 
 
 def _temperatures(args: argparse.Namespace) -> list[float]:

@@ -52,5 +52,5 @@ def _run(args: argparse.Namespace) -> int:
         record = {"artifact": args.artifact, "backend": llm.backend, "dtype": llm.dtype, "bitwise": args.bitwise,
                   "peer_model": args.peer_model, "max_logit_error": error, "prompts": [row.id for row in rows],
                   "results": [result.record() for result in results]}  # fmt: skip
-        args.json.write_text(json.dumps(record, indent=2) + "\n")
+        options.write_whole(args.json, json.dumps(record, indent=2) + "\n")
     return 0 if all(result.is_lossless for result in results) else 1

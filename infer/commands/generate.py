@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +34,7 @@ def add(commands: Any) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from infer.output import incomplete
     from infer.prompts import PromptRow, read_prompts
 
     rows = [PromptRow(str(i), [{"role": "user", "content": text}]) for i, text in enumerate(args.prompt)]
@@ -59,7 +59,7 @@ def _run(args: argparse.Namespace) -> int:
         outputs = llm.generate(prompts, params)
         _write(rows, outputs, args.output)
     print(_acceptance_line(outputs), file=sys.stderr)
-    if failed := [done for output in outputs for done in output.outputs if done.finish_reason in ("error", "abort")]:
+    if failed := [text for output in outputs for text in incomplete(output)]:
         print(f"error: {len(failed)} texts are incomplete: {failed[0].stop_reason}", file=sys.stderr)
         return 1
     return _compare(llm, prompts, params, outputs) if args.check else 0
@@ -90,9 +90,7 @@ def _write(rows: list[PromptRow], outputs: list[Any], path: Path | None) -> None
     if path is None:
         sys.stdout.writelines(lines)
         return
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text("".join(lines), encoding="utf-8")
-    temporary.replace(path)
+    options.write_whole(path, "".join(lines))
 
 
 def _acceptance_line(outputs: list[Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -136,3 +137,10 @@ def token_ids(llm: LLM, row: PromptRow, raw: bool = False) -> list[int]:
 def check_output(path: Path | None, flag: str = "--output") -> None:
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         raise ValueError(f"{flag} {path}: name a file in a folder that exists")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """The file appears complete, or what was there before stays."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

@@ -12,15 +12,9 @@ from infer.cli import main
 from infer.llm import LLM
 from infer.params import SamplingParams
 from infer.strategy import Policy
-from tests.tiny_artifact import make_artifact
 
 PROMPTS = [[5, 9, 3], [7, 8, 9, 10, 11], [20, 21]]
 NAMES = ("autoregressive", "layerskip", "hispec")
-
-
-@pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_artifact(tmp_path_factory.mktemp("bench") / "artifact")
 
 
 @pytest.fixture(scope="module")

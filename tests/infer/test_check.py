@@ -14,7 +14,7 @@ from infer.peers import Margins, TransformersPeer
 from infer.report import print_comparison
 from infer.strategy import Policy
 from infer.verify import verify
-from tests.tiny_artifact import ON_DEVICE, load, make_artifact
+from tests.tiny_artifact import ON_DEVICE, load
 from tests.tiny_models import make_tiny_model
 
 PROMPTS = [[5, 9, 3], [7, 8, 9, 10, 11], [20, 21]]
@@ -35,11 +35,6 @@ class Peer:
     def margins(self, prompt, token_ids):
         self.asked.append((list(prompt), list(token_ids)))
         return Margins(top_two=0.001, gap=self.gap, largest=10.0)
-
-
-@pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_artifact(tmp_path_factory.mktemp("check") / "artifact")
 
 
 @pytest.fixture(scope="module")

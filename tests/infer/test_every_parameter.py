@@ -16,7 +16,6 @@ import pytest
 from infer import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from infer.params import _ONLY_ACCEPTED
 from infer.strategy import Policy
-from tests.tiny_artifact import make_artifact
 
 PROMPTS = ["Hello, world!", "the river and the sea", "A small text"]
 NUM_TOKENS = 12
@@ -25,9 +24,8 @@ POLICIES = {"layerskip": Policy(num_draft_tokens=4), "hispec": Policy(num_draft_
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    folder: Path = make_artifact(tmp_path_factory.mktemp("parameters") / "artifact")
-    return LLM(folder, seed=0)
+def llm(artifact: Path) -> LLM:
+    return LLM(artifact, seed=0)
 
 
 def params(**fields: Any) -> SamplingParams:

@@ -12,16 +12,11 @@ from infer import LLM, SamplingParams
 from infer.cli import main
 from infer.cuda_graphs import without_graphs
 from infer.prompts import read_prompts
-from tests.tiny_artifact import MAX_MODEL_LEN, ON_DEVICE, VOCAB_SIZE, load, make_artifact
+from tests.tiny_artifact import MAX_MODEL_LEN, ON_DEVICE, VOCAB_SIZE, load
 from tests.tiny_engine import DEVICE
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 ON_CPU = DEVICE.type == "cpu"
-
-
-@pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_artifact(tmp_path_factory.mktemp("llm") / "artifact")
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,16 +10,10 @@ from infer import LLM, AsyncLLM, SamplingParams
 from infer.cli import main
 from infer.hispec import NAN_LOGITS
 from infer.runner import Runner
-from tests.tiny_artifact import make_artifact
 
 NUM_TOKENS = 8
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 GOOD, BAD = [5, 9, 3], [7, 8, 9, 10]
-
-
-@pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_artifact(tmp_path_factory.mktemp("nan") / "artifact")
 
 
 @pytest.fixture

@@ -11,15 +11,9 @@ from infer.llm import LLM
 from infer.params import SamplingParams
 from infer.profile import Overhead, StrategyOverhead, measure_overhead, measure_shares
 from infer.strategy import Policy
-from tests.tiny_artifact import make_artifact
 
 NAMES = ("autoregressive", "layerskip", "hispec")
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
-
-
-@pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_artifact(tmp_path_factory.mktemp("profile") / "artifact")
 
 
 @pytest.fixture(scope="module")

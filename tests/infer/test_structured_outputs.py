@@ -12,14 +12,9 @@ from infer import LLM, SamplingParams, StructuredOutputsParams, json_schema
 from infer.cli import main
 from infer.grammar import Grammar, GrammarCompiler, GrammarState
 from infer.tokenizer import NoTokenizer
-from tests.tiny_artifact import VOCAB_SIZE, make_artifact, make_tokenizer
+from tests.tiny_artifact import VOCAB_SIZE, make_tokenizer
 
 COLORS = {"type": "object", "properties": {"color": {"enum": ["red", "blue"]}}, "required": ["color"]}
-
-
-@pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_artifact(tmp_path_factory.mktemp("structured") / "artifact")
 
 
 @pytest.fixture(scope="module")
