@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -92,6 +92,24 @@ class EarlyExitModel(nn.Module):
             positions: [B, T] int64 for packed rows, 0 where each begins: attention stays within a row, in the base's
                 layers and in the exits' own. None: every row begins at column 0.
         """
+        positions, attention = self._prepare(token_ids, positions)
+        layers = [*(e.layer for e in self.exits), self.family.num_layers]
+        with torch.no_grad():
+            *below, last = self._hidden_after(layers, token_ids, positions, attention)
+            target = self.target_states(last)
+        exits = {e.name: self.heads[e.name](h, positions, **attention) for e, h in zip(self.exits, below)}
+        return ExitOutputs(target, exits)
+
+    def hidden_after(self, layers: Iterable[int], token_ids: Tensor) -> Iterator[Tensor]:
+        """The base's hidden states [B, T, D] before any norm, after each number of `layers`, ascending."""
+        return self._hidden_after(layers, token_ids, *self._prepare(token_ids, None))
+
+    def target_states(self, hidden: Tensor) -> Tensor:
+        """After all layers: [.., D] → [.., E], ready to be unembedded."""
+        return self.family.project_out(self.family.final_norm()(hidden))
+
+    def _prepare(self, token_ids: Tensor, positions: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+        """→ positions [B, T], and what the attention function is to know of packed rows."""
         family = self.family
         family.use_attention(DENSE_ATTENTION)
         longest = token_ids.shape[1] if positions is None or family.sliding_window is None else int(positions.max()) + 1
@@ -100,19 +118,18 @@ class EarlyExitModel(nn.Module):
                 f"a sequence of {longest} tokens is longer than the base's sliding window of "
                 f"{family.sliding_window}; set data.max_length to that or less"
             )
-        attention = {} if positions is None else {"visible": row_mask(positions)}
-        if positions is None:
-            positions = torch.arange(token_ids.shape[1], device=token_ids.device).expand_as(token_ids)
-        states = {}
-        with torch.no_grad():
-            hidden, depth = family.embed(token_ids, positions), 0
-            for exit_ in self.exits:
-                hidden = family.run_layers(hidden, positions, depth, exit_.layer, **attention)
-                depth = exit_.layer
-                states[exit_.name] = hidden
-            hidden = family.run_layers(hidden, positions, depth, family.num_layers, **attention)
-            target = family.project_out(family.final_norm()(hidden))
-        return ExitOutputs(target, {name: self.heads[name](h, positions, **attention) for name, h in states.items()})
+        if positions is not None:
+            return positions, {"visible": row_mask(positions)}
+        return torch.arange(token_ids.shape[1], device=token_ids.device).expand_as(token_ids), {}
+
+    def _hidden_after(
+        self, layers: Iterable[int], token_ids: Tensor, positions: Tensor, attention: Mapping[str, Tensor]
+    ) -> Iterator[Tensor]:
+        hidden, depth = self.family.embed(token_ids, positions), 0
+        for layer in layers:
+            hidden = self.family.run_layers(hidden, positions, depth, layer, **attention)
+            depth = layer
+            yield hidden
 
     def unembed(self, states: Tensor) -> Tensor:
         """[.., E] → the whole vocabulary's logits [.., V]."""
