@@ -1,4 +1,5 @@
-"""The command line: `fit`, `validate` and `test` through LightningCLI, `lint` as `fit` without training, `generate`.
+"""The command line: `fit`, `validate` and `test` through LightningCLI, `lint` and `probe` as `fit` without training,
+`generate`.
 
 Three traps of LightningCLI are mended: a second run overwrites its config.yaml, what the command line says holds
 against what a checkpoint stores, and mistakes come as one line. Imports are late, so that --help is quick.
@@ -24,15 +25,16 @@ Train early exits over a frozen base model.
 
 commands:
   lint       look at the training text: counts, masks against serving's prompts, one row in colour, whose text it is
-  fit        the same, then train the exits; leaves checkpoints and the folder heads/ under trainer.default_root_dir
+  probe      how good an exit would be at each depth, and which to train; fits linear heads in closed form
+  fit        as lint, then train the exits; leaves checkpoints and the folder heads/ under trainer.default_root_dir
   validate   loss, acceptance and predicted speed-up of every exit on held-out text
   test       the same, logged as test/…
   generate   make training text with the base model itself (resumable)
 
-common options of lint, fit, validate and test (each key of the config is one: --section.key VALUE):
+common options of lint, probe, fit, validate and test (each key of the config is one: --section.key VALUE):
   --config FILE              e.g. configs/smollm2-135m.yaml
   --ckpt_path FILE           fit: resume a run where it stopped, e.g. runs/smollm2-135m/last.ckpt or interrupted.ckpt;
-                             validate and test: measure its heads; lint: not read
+                             validate and test: measure its heads; lint, probe: not read
   --model.warm_start DIR     begin with the weights of a folder heads/, and nothing else
   --model.lr 1e-3            any key of the section model
   --data.train_files FILE    any key of the section data
@@ -55,7 +57,7 @@ _NOISE = (
 )
 
 LIGHTNING_COMMANDS = ("fit", "validate", "test")
-COMMANDS = ("lint", *LIGHTNING_COMMANDS, "generate")
+COMMANDS = ("lint", "probe", *LIGHTNING_COMMANDS, "generate")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,6 +86,8 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
         return generate_main
     if name == "lint":
         return run_lint
+    if name == "probe":
+        return run_probe
     if name in LIGHTNING_COMMANDS:
         return lambda argv: run_lightning([name, *argv])
     raise ValueError(f"{name!r} is no command; expected one of {', '.join(COMMANDS)}")
@@ -139,6 +143,25 @@ def run_lint(argv: Sequence[str]) -> int:
     data.check()
     print_sample(cli)
     return 2 if stops and any(lint.bad for lint in data.lints) else 0
+
+
+def run_probe(argv: Sequence[str]) -> int:
+    """`probe`: the figures of exits that are not trained yet; on the first rank only."""
+    from lightning.pytorch.utilities import rank_zero_only
+
+    from train import probe, probe_report
+
+    options, rest = probe.parse_options(argv)
+    probe_report.check_files(options)
+    _quieten()
+    cli = make_cli(["fit", *rest], run=False)
+    if rank_zero_only.rank == 0:
+        cli.datamodule.setup("fit")
+        print_counts(cli)
+        found = probe.run(cli, options)
+        probe_report.show(_console(), found)
+        probe_report.write(found, options)
+    return 0
 
 
 def _quieten() -> None:

@@ -7,9 +7,12 @@ from `python -m infer bench`; these are for comparing exits while they train.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
 
 from train.acceptance import Acceptance, Walk
 from train.model import EarlyExitModel
@@ -28,13 +31,26 @@ def default_costs(model: EarlyExitModel) -> dict[str, float]:
     return {**costs, "target": 1.0}
 
 
-def check_costs(costs: Mapping[str, float], names: Sequence[str]) -> None:
+def check_costs(costs: Mapping[str, float], names: Sequence[str], where: str = "model.costs") -> None:
     """Raise ValueError unless every cost is that of an exit or the target, and greater than 0."""
     for name, cost in costs.items():
         if name not in (*names, "target"):
-            raise ValueError(f"model.costs: {name!r} is none of {', '.join(names)}, target")
-        if not cost > 0:
-            raise ValueError(f"model.costs.{name}={cost} must be greater than 0 (a plain step costs 1)")
+            raise ValueError(f"{where}: {name!r} is none of {', '.join(names)}, target")
+        if not 0 < cost < math.inf:
+            raise ValueError(f"{where}.{name}={cost} must be greater than 0 (a plain step costs 1)")
+
+
+def measured_ratios(ratios: Mapping[int, float], num_depths: int) -> Tensor:
+    """What to multiply the default costs of depths 1 … `num_depths` by: [num_depths] float64.
+
+    Args:
+        ratios: depth → measured cost / default cost. Between such depths the ratio is interpolated, beyond them it is
+            that of the nearest, so that a depth does not look cheap for not having been measured.
+    """
+    known = sorted(ratios)
+    if not known:
+        return torch.ones(num_depths, dtype=torch.float64)
+    return torch.from_numpy(np.interp(range(1, num_depths + 1), known, [ratios[depth] for depth in known]))
 
 
 def single_exit_speedup(acceptance: Acceptance, exit_cost: float, target_cost: float) -> float:
