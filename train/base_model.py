@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers import modeling_gguf_pytorch_utils as gguf_loader
 from transformers.utils import logging as transformers_logging
 
@@ -58,9 +66,23 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
     return _from_pretrained(AutoTokenizer, name, revision)
 
 
+def load_config(name: str, revision: str | None = None) -> PretrainedConfig:
+    """The base model's config; no weights are read."""
+    return _from_pretrained(AutoConfig, name, revision)
+
+
 def base_fingerprint(model: PreTrainedModel) -> dict[str, str | None]:
     """Which base this is: name, revision (the commit where the hub told it) and a hash of the config that matters."""
     config = model.config
+    return {
+        "name": getattr(model, "base_name", None) or config._name_or_path,
+        "revision": getattr(config, "_commit_hash", None) or getattr(model, "base_revision", None),
+        "config_sha256": config_sha256(config),
+    }
+
+
+def config_sha256(config: PretrainedConfig) -> str:
+    """A hash of what in a config makes the model: neither place nor precision, nor the library's version."""
     # Only what differs from the class's defaults, so that a key added by a newer transformers leaves the hash alone
     defaults = type(config)().to_dict()
     items = {
@@ -69,11 +91,7 @@ def base_fingerprint(model: PreTrainedModel) -> dict[str, str | None]:
         if key == "model_type" or not (key.startswith("_") or key in _VOLATILE_KEYS or defaults.get(key) == value)
     }
     canonical = json.dumps(items, sort_keys=True, separators=(",", ":"))
-    return {
-        "name": getattr(model, "base_name", None) or config._name_or_path,
-        "revision": getattr(config, "_commit_hash", None) or getattr(model, "base_revision", None),
-        "config_sha256": hashlib.sha256(canonical.encode()).hexdigest(),
-    }
+    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def ending_ids(config: Any, generation_config: Any | None) -> list[int]:

@@ -24,7 +24,7 @@ from train.chat import Encoded
 from train.formats import make_encoder
 from train.lint import Lint, check_row
 from train.resume import resumable
-from train.rows import Row, read_rows
+from train.rows import Row, expand_sources, read_rows
 
 _SHOWN = 5  # bad rows that an error lists in full
 
@@ -33,8 +33,8 @@ class DistillationDataModule(LightningDataModule):
     """Rows of text that the base itself has written, for training exits and for measuring them.
 
     Args:
-        train_files: JSONL, JSON or Parquet files, or hub datasets as owner/name[/config][:split]; one or a list.
-            `python -m train generate` makes such files.
+        train_files: JSONL, JSON or Parquet files, patterns of their names (`runs/text-*.jsonl`), or hub datasets as
+            owner/name[/config][:split]; one or a list. `python -m train generate` makes such files.
         val_files: held-out rows; without them `val_fraction` of the training rows are held out.
         base: whose tokenizer and chat template apply; linked to model.base.
         revision: linked to model.revision.
@@ -91,8 +91,7 @@ class DistillationDataModule(LightningDataModule):
     def read(self) -> None:
         """Read and tokenise everything; what is wrong with rows stands in `lints`."""
         self.encoder = make_encoder(self.base, self.revision)
-        rows = [row for source in self.train_files for row in read_rows(source)]
-        held_out = [row for source in self.val_files for row in read_rows(source)]
+        rows, held_out = _read_all(self.train_files), _read_all(self.val_files)
         if not self.val_files:
             are_held_out = [self._holds_out(row) for row in rows]
             held_out = [row for row, is_held_out in zip(rows, are_held_out) if is_held_out]
@@ -186,6 +185,10 @@ def _num_tokens(row: Encoded) -> int:
 def _collate_one(packing: bool, batches: list[Any]) -> Batch:
     (batch,) = batches
     return collate_packed(batch) if packing else collate(batch)
+
+
+def _read_all(sources: Sequence[str]) -> list[Row]:
+    return [row for source in sources for file in expand_sources(source) for row in read_rows(file)]
 
 
 def _listed(files: str | list[str] | None) -> list[str]:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from train.rows import read_rows
 
 
 class Prompt(NamedTuple):
-    """What one row starts from: a conversation that waits for its answer, or (no template) the head of a text."""
+    """What one row starts from: a conversation that waits for its answer, or the head of a text.
+
+    With a template the head is that of the user's turn, which the base is to write itself first.
+    """
 
     number: int
     messages: tuple[Mapping[str, str], ...] = ()
@@ -48,3 +52,19 @@ def _prompt(number: int, content: Any, has_template: bool) -> Prompt:
     if not isinstance(text, str) or not text.strip():
         raise ValueError(f"expected {expected}, of which prompt and turns hold texts")
     return Prompt(number, messages=({"role": "user", "content": text},)) if has_template else Prompt(number, text=text)
+
+
+def read_openings(path: Path) -> list[str]:
+    r"""One opening a line: blank lines are left out, `\n` is a line break, `-` is none at all.
+
+    Raises:
+        ValueError: the file can't be read, or holds no opening.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--openings {path}: can't be read as UTF-8 text: {error}") from error
+    openings = ["" if line.strip() == "-" else line.replace("\\n", "\n") for line in lines if line.strip()]
+    if not openings:
+        raise ValueError(f"--openings {path}: holds no opening; write one a line, or leave the option out")
+    return openings

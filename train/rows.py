@@ -8,6 +8,7 @@ line.
 from __future__ import annotations
 
 import codecs
+import glob
 import json
 import re
 from collections.abc import Iterator
@@ -35,6 +36,20 @@ class Row(NamedTuple):
     @property
     def where(self) -> str:
         return f"{self.source}, {self.place}"
+
+
+def expand_sources(source: str) -> list[str]:
+    """The files that a pattern (`runs/text-*.jsonl`, `**` for folders at any depth) stands for, sorted; else itself.
+
+    Raises:
+        ValueError: a pattern that matches no file.
+    """
+    path = Path(source).expanduser()
+    if not set("*?[") & set(source) or path.exists() or _HUB_ID.fullmatch(source):  # a hub's split may have brackets
+        return [source]
+    if not (found := sorted(name for name in glob.glob(str(path), recursive=True) if Path(name).is_file())):
+        raise ValueError(f"{source}: no file matches this pattern (seen from {Path.cwd()})")
+    return found
 
 
 def read_rows(source: str) -> list[Row]:

@@ -33,6 +33,18 @@ def test_the_real_eos_is_a_label_and_padding_with_the_same_id_is_none(base_folde
         assert batch.token_ids[row][batch.loss_mask[row]].tolist()[-1] == END
 
 
+def test_train_files_may_be_a_list_with_patterns(base_folder, tmp_path):
+    for n in range(3):
+        write(tmp_path / f"shard-{n}.jsonl", [chat(f"so {n}", "now")] * (n + 1))
+    held_out = write(tmp_path / "val.jsonl", [chat("so", "now")])
+    files = [str(tmp_path / "shard-[01].jsonl"), str(tmp_path / "shard-2.jsonl")]
+    data = DistillationDataModule(files, held_out, base=str(base_folder))
+    data.setup("fit")
+    assert len(data.train_rows) == 6
+    with pytest.raises(ValueError, match="no file matches"):
+        DistillationDataModule(str(tmp_path / "part-*.jsonl"), held_out, base=str(base_folder)).setup("fit")
+
+
 def test_rows_whose_answer_is_cut_away_are_dropped_with_a_count(base_folder, tmp_path):
     rows = [chat("x" * 60, "so")] + [chat("a", "now")] * 7
     data = module(base_folder, rows, tmp_path, max_length=40)

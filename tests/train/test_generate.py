@@ -1,10 +1,14 @@
 import json
+import shutil
 from datetime import datetime
 
 import pytest
+import torch
 
+from train.author import HuggingFaceAuthor
 from train.formats import Encoder
-from train.generate import Author, GenerateOptions, generate, parse_options
+from train.generate import GenerateOptions, generate, parse_options
+from train.row_texts import RowTexts
 
 
 def options(folder, tmp_path, **changes):
@@ -85,7 +89,7 @@ def test_prompts_of_a_table_keep_what_json_has_no_type_for(base_folder, tmp_path
     table = pyarrow.Table.from_pylist([{"messages": [turn], "prompt": None}, {"messages": None, "prompt": "so"}])
     pyarrow.parquet.write_table(table, tmp_path / "prompts.parquet")
     made = options(base_folder, tmp_path, prompts=str(tmp_path / "prompts.parquet"))
-    monkeypatch.setattr(Author, "_stands_for", lambda *_: True)  # a random model's tokens seldom stand for a text
+    monkeypatch.setattr(RowTexts, "_stands_for", lambda *_: True)  # a random model's tokens seldom stand for a text
     assert generate(made).skipped == 0
     assert [row["messages"][0].get("at") for row in rows(made)] == ["2025-01-02 00:00:00", None]
 
@@ -121,3 +125,43 @@ def test_the_config_of_fit_gives_the_base():
     argv = ["--config", "configs/smollm2-135m.yaml", "--output", "x", "--num_samples", "1"]
     made = parse_options([*argv, "--temperature", "0.5", "1"])
     assert made.base == "smollm2-135m" and made.temperatures == (0.5, 1.0)
+
+
+def test_the_bases_own_sampling_settings_change_no_row(base_folder, tmp_path):
+    file = prompts(tmp_path, ['{"prompt": "The snow is so slow"}'] * 4)
+    asked = {"prompts": file, "temperatures": (0.0, 1.0), "max_new_tokens": 20}
+    plain = options(base_folder, tmp_path, output=tmp_path / "plain.jsonl", **asked)
+    generate(plain)
+    folder = shutil.copytree(base_folder, tmp_path / "penalised")
+    settings = json.loads((folder / "generation_config.json").read_text())
+    settings |= {"repetition_penalty": 3.0, "do_sample": True, "top_k": 1, "temperature": 0.1, "min_new_tokens": 19}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    made = options(folder, tmp_path, **asked)
+    generate(made)
+    assert rows(made) == rows(plain) and rows(made)
+
+
+def test_a_batch_that_fails_is_counted_with_its_cause_and_the_others_go_on(base_folder, tmp_path, monkeypatch):
+    file = prompts(tmp_path, [json.dumps({"prompt": f"The snow {n}"}) for n in range(7)])
+    made = options(base_folder, tmp_path, prompts=file)
+    write = HuggingFaceAuthor._continue
+
+    def broken(self, tasks, *rest):
+        if tasks[0].prompt.number == 3:
+            raise torch.OutOfMemoryError("no memory\nfor that")
+        return write(self, tasks, *rest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(HuggingFaceAuthor, "_continue", broken)
+        counts = generate(made)
+    assert counts.failures == {"OutOfMemoryError: no memory": 3}
+    assert counts.written + counts.failed + counts.skipped == counts.asked == 7
+    assert not {row["index"] for row in rows(made)} & {3, 4, 5}
+    again = generate(made)
+    assert again.failed == 0 and again.written > counts.written
+
+
+def test_a_base_whose_logits_are_nan_fails_its_rows(base_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("train.author.pick", lambda logits, _: torch.full((len(logits),), -1))
+    counts = generate(options(base_folder, tmp_path, prompts=prompts(tmp_path, ['{"prompt": "so"}'] * 2)))
+    assert counts.failures == {"RuntimeError: the base's logits hold NaN or infinity": 2}

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from train.rows import read_rows
+from train.rows import expand_sources, read_rows
 
 
 def write(path, *lines):
@@ -147,3 +147,19 @@ def test_what_the_hub_refuses_is_told_with_the_form_of_an_id(monkeypatch):
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     with pytest.raises(ValueError, match=r"owner/nmae: neither a file here.*owner/name\[/config\]\[:split\].*offline"):
         read_rows("owner/nmae")
+
+
+def test_a_pattern_stands_for_its_files_in_order_and_for_at_least_one(tmp_path):
+    for name in ("b.jsonl", "a.jsonl", "c[1].jsonl"):
+        write(tmp_path / name, {"text": name})
+    assert expand_sources(f"{tmp_path}/[ab].jsonl") == [f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl"]
+    assert len(expand_sources(f"{tmp_path.parent}/**/*.jsonl")) >= 3
+    with pytest.raises(ValueError, match=r"text-\*\.jsonl: no file matches this pattern"):
+        expand_sources(f"{tmp_path}/text-*.jsonl")
+
+
+@pytest.mark.parametrize("source", ["a.jsonl", "owner/name:train[:10%]", "c[1].jsonl"])
+def test_a_file_a_hub_dataset_and_a_name_with_brackets_are_no_pattern(tmp_path, monkeypatch, source):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "c[1].jsonl", {"text": "c"})
+    assert expand_sources(source) == [source]
