@@ -75,7 +75,7 @@ def reference_logits(model: EarlyExitModel, rows: Sequence[Tensor]) -> Logits:
     """What every tier should give: exits from the dense early-exit model, the target from the stock model's forward."""
     logits: Logits = {span.name: [] for span in tier_spans(model)}
     for row in (row.to(model.base.device) for row in rows):
-        states = model(row.unsqueeze(0)).exits
+        states = model(row.unsqueeze(0), drafted=torch.ones_like(row, dtype=torch.bool).unsqueeze(0)).exits
         for name, hidden in states.items():
             logits[name].append(model.unembed_exit(name, hidden)[0].cpu())
         model.family.use_attention("sdpa")
@@ -90,6 +90,7 @@ class Caller:
     programs: Mapping[str, Callable[..., Any]]
     infos: Mapping[str, ProgramInfo]
     spans: Sequence[Span]
+    contexts: Sequence[str]  # names of the exits that read the target's state of the position before
     block_size: int
     num_kv_heads: int
     head_dim: int
@@ -106,15 +107,22 @@ class Caller:
         pages = [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2 * num_layers)]
         found: dict[str, list[list[Tensor]]] = {span.name: [[] for _ in rows] for span in self.spans}
         done = [0] * len(rows)
+        before: list[Tensor | None] = [None] * len(rows)  # [D] the target's state of the position before
         for counts in schedule:
-            for name, logits in self._step(rows, done, counts, blocks, pages).items():
+            for name, logits in self._step(rows, done, counts, blocks, pages, before).items():
                 for b, count in enumerate(counts):
                     found[name][b].append(logits[b, :count].cpu())
             done = [start + count for start, count in zip(done, counts, strict=True)]
         return {name: [torch.cat(parts) for parts in per_row] for name, per_row in found.items()}
 
     def _step(
-        self, rows: Sequence[Tensor], done: list[int], counts: Sequence[int], blocks: Tensor, pages: list[Tensor]
+        self,
+        rows: Sequence[Tensor],
+        done: list[int],
+        counts: Sequence[int],
+        blocks: Tensor,
+        pages: list[Tensor],
+        before: list[Tensor | None],
     ) -> dict[str, Tensor]:
         size, width = self.block_size, max(counts)
         x = torch.zeros(len(rows), width, dtype=torch.long)
@@ -126,11 +134,19 @@ class Caller:
         slots = block_table.gather(1, positions.clamp(min=0) // size) * size + positions % size
         query = tuple(t.to(self.device) for t in (positions, torch.where(positions < 0, 0, slots), block_table))
         x = x.to(self.device)
-        logits: dict[str, Tensor] = {}
+        hidden: dict[str, Tensor] = {}
         for span in self.spans:
-            x = self._call(f"{span.name}.trunk", x, query, pages)
-            logits[span.name] = self._head(span.name, x, query, pages)
-        return logits
+            x = hidden[span.name] = self._call(f"{span.name}.trunk", x, query, pages)
+        context = torch.zeros_like(x)
+        context[:, 1:] = x[:, :-1]
+        for b, (count, state) in enumerate(zip(counts, before, strict=True)):
+            if state is not None:
+                context[b, 0] = state
+            if count:
+                before[b] = x[b, count - 1]
+        for name in self.contexts:
+            hidden[name] = torch.cat([hidden[name], context], dim=-1)
+        return {span.name: self._head(span.name, hidden[span.name], query, pages) for span in self.spans}
 
     def _call(self, name: str, x: Tensor, query: tuple[Tensor, ...], pages: list[Tensor]) -> Tensor:
         kv = [pages[2 * layer + i] for layer in self.infos[name].kv_layers for i in (0, 1)]

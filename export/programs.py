@@ -72,8 +72,9 @@ def _programs(model: EarlyExitModel, block_size: int) -> Iterator[Program]:
     next_layer = family.num_layers
     for exit_ in model.exits:
         head, name = heads[exit_.name], f"{exit_.name}.exit"
-        if exit_.head == "layer":
-            yield _paged(name, "exit", LayerExit(family, head), (next_layer,), model, block_size)
+        if exit_.has_layer:
+            width = family.hidden_size * (2 if exit_.context else 1)
+            yield _paged(name, "exit", LayerExit(family, head), (next_layer,), model, block_size, width)
             next_layer += 1
         else:
             yield _flat(name, FlatExit(family, head), family.hidden_size, model)
@@ -129,12 +130,14 @@ def _paged(
     kv_layers: tuple[int, ...],
     model: EarlyExitModel,
     block_size: int,
+    width: int | None = None,
 ) -> Program:
+    """width: of x where it holds more than hidden states."""
     family, dtype, device = model.family, model.family.unembedding.dtype, model.family.unembedding.device
     shape = (EXAMPLE_BATCH, EXAMPLE_LENGTH)
     takes_ids = kind == "trunk" and kv_layers[0] == 0
     ids = torch.zeros(shape, dtype=torch.long, device=device)
-    x = ids if takes_ids else torch.zeros(*shape, family.hidden_size, dtype=dtype, device=device)
+    x = ids if takes_ids else torch.zeros(*shape, width or family.hidden_size, dtype=dtype, device=device)
     rows, tokens, blocks, pool = Dim("B"), Dim("T"), Dim("M"), Dim("num_blocks")
     per_token = {0: rows, 1: tokens}
     kv_shapes = [{0: pool} for _ in range(2 * len(kv_layers))]

@@ -55,18 +55,26 @@ class Trunk(nn.Module):
 
 
 class LayerExit(nn.Module):
-    """The exit of a `layer` head: its own decoder layer over its own pages, then its norm."""
+    """The exit of a head with a decoder layer of its own, over pages of its own."""
 
     def __init__(self, family: Family, head: ExitHead) -> None:
         super().__init__()
         assert head.layer is not None, head.config
+        self.entry = head.entry
         self.paged = PagedLayers(family, [head.layer])
         self.readout = _Readout(family, head.norm, None)
 
     def forward(
         self, hidden: Tensor, positions: Tensor, slots: Tensor, block_table: Tensor, kv: list[Tensor]
     ) -> Tensor:
-        """hidden [B, T, D] that the trunk below left, kv: this layer's k and v → states [B, T, E]."""
+        """Hidden states that the trunk below left → states [B, T, E].
+
+        Args:
+            hidden: [B, T, D]; of a head with a context [B, T, 2 D], the target's state (or zeros) behind it.
+            kv: this layer's k and v.
+        """
+        if self.entry is not None:
+            hidden = self.entry(hidden)
         return self.readout(self.paged(hidden, positions, slots, block_table, kv))
 
 

@@ -222,6 +222,7 @@ def _measure(
         programs=calls,
         infos=infos,
         spans=made.spans,
+        contexts=[e.name for e in manifest.exits if e.has_context],
         block_size=manifest.block_size,
         num_kv_heads=base.num_kv_heads,
         head_dim=base.head_dim,
@@ -275,7 +276,8 @@ def _manifest(model: EarlyExitModel, options: ExportOptions) -> Manifest:
             layer=e.layer,
             head=e.head,
             vocab_size=len(model.draft_vocabs[e.name]) if e.name in model.draft_vocabs else None,
-            has_kv=e.head == "layer",
+            has_kv=e.has_layer,
+            has_context=e.context > 0,
         )
         for e in model.exits
     ]

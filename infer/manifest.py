@@ -15,7 +15,7 @@ import torch
 
 from infer.device import host_capability
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 2: exits may read the target's state (has_context)
 MANIFEST = "hispec.json"
 HARDWARE_BOUND = frozenset({"inductor", "tensorrt"})  # backends whose programs hold machine code
 EXPORT_AGAIN = "export it again with python -m export --output DIR (see python -m export --help)"
@@ -39,9 +39,10 @@ class BaseInfo:
 class ExitInfo:
     name: str
     layer: int
-    head: Literal["native", "linear", "layer"]
+    head: Literal["native", "linear", "layer", "linear_layer"]
     vocab_size: int | None  # None: the full vocabulary
     has_kv: bool
+    has_context: bool = False  # whether its program also reads the target's state of the last verified token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -97,10 +97,15 @@ class Row:
         self.cursors = [0] * num_tiers
         # A `layer` exit keeps KV of its own and so a cursor of its own, at most its tier's.
         self.exit_cursors = [0] * num_tiers
+        self.first_state = 0  # the target's ring holds its states from this position on
         self._num_restarted = len(self.token_ids)
 
-    def skip(self, num_positions: int, tiers_with_exit: Sequence[int]) -> None:
-        """Begin behind positions whose KV its blocks hold, these exits' included."""
+    def skip(self, num_positions: int, tiers_with_exit: Sequence[int], first_state: int | None = None) -> None:
+        """Begin behind positions whose KV its blocks hold, these exits' included.
+
+        first_state: the last of them, if the target's ring holds its state there; None: it holds none of them.
+        """
+        self.first_state = num_positions if first_state is None else first_state
         self.cursors = [num_positions] * len(self.cursors)
         self.exit_cursors = [num_positions if tier in tiers_with_exit else 0 for tier in range(len(self.cursors))]
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from infer.batch import RING_SIZE, BlockTables, Query, cut, make_query, split_by_size, token_rectangle
+from infer.batch import RING_SIZE, BlockTables, Query, cut, make_query, split_by_size, to_device, token_rectangle
 from infer.cuda_graphs import without_graphs
 from infer.logprobs import score
 from infer.manifest import Manifest, ProgramInfo
@@ -145,10 +145,14 @@ class Runner:
         for tier in range(self.num_tiers):
             x = self._call(_ungraphed(self._trunks[tier]), x, query)
             if tier in tiers_with_exit and self.exits[tier].has_kv:
-                self._call(_ungraphed(self._exits[tier]), x, query)
+                # a prompt has no context, so that its pages do not depend on where a cached prefix ended
+                states = torch.cat([x, torch.zeros_like(x)], dim=-1) if self.exits[tier].has_context else x
+                self._call(_ungraphed(self._exits[tier]), states, query)
+        last = span.stop - 1  # where the first window's context will be
+        self._rings[-1][row.ring * RING_SIZE + last % RING_SIZE] = x[0, last - span.start]
         if row.scores is not None and row.scores.num_prompt is not None:
             self._score_prompt(row, span, x.flatten(0, 1))
-        row.skip(span.stop, tiers_with_exit)
+        row.skip(span.stop, tiers_with_exit, first_state=last)
 
     def _score_prompt(self, row: Row, span: range, hidden: Tensor) -> None:
         """Write down the log probabilities of the tokens after `span`; hidden [T, D] is the last tier's there."""
@@ -205,6 +209,8 @@ class Runner:
         for part, spans in self._parts(rows, begins, program[1]):
             query = self._query(part, spans)
             x = self._read_ring(tier, query)
+            if self.exits[tier].has_context:
+                x = torch.cat([x, self._contexts(part, query)], dim=-1)
             if has_kv:
                 out = self._call(program, x, query).flatten(0, 1)
             else:
@@ -258,6 +264,18 @@ class Runner:
         assert query.width <= RING_SIZE, f"{query.width} positions do not fit a ring of {RING_SIZE}"
         batch, width = query.positions.shape
         return self._rings[tier][query.ring].view(batch, width, -1)
+
+    def _contexts(self, rows: Sequence[Row], query: Query) -> Tensor:
+        """[B, T, D]: the target's state of each row's last verified token, for the positions after that token; zeros
+        for those before, which an exit has yet to catch up with, and in rows where that state was never computed."""
+        begins, rings = [], []
+        for row in rows:
+            cursor, has_state = row.cursors[-1], row.cursors[-1] > row.first_state
+            begins.append(cursor if has_state else row.max_len)
+            rings.append(row.ring * RING_SIZE + (cursor - 1) % RING_SIZE if has_state else 0)
+        first, ring = to_device(torch.tensor([begins, rings]), self.device)
+        states = self._rings[-1][ring].unsqueeze(1)  # [B, 1, D]
+        return torch.where((query.positions >= first.unsqueeze(1)).unsqueeze(-1), states, 0.0)
 
     @staticmethod
     def _call(program: tuple[Program, Range, list[Tensor]], x: Tensor, query: Query) -> Tensor:

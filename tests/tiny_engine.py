@@ -93,7 +93,14 @@ def make_trimmed_model(vocab: Tensor) -> EarlyExitModel:
 def make_manifest(model: EarlyExitModel, prefill_chunk: int = 8, max_model_len: int = 128) -> Manifest:
     family = model.family
     exits = [
-        ExitInfo(name=e.name, layer=e.layer, head=e.head, vocab_size=e.vocab_size, has_kv=e.head == "layer")
+        ExitInfo(
+            name=e.name,
+            layer=e.layer,
+            head=e.head,
+            vocab_size=e.vocab_size,
+            has_kv=e.has_layer,
+            has_context=e.context > 0,
+        )
         for e in [*model.exits, ExitConfig(name="target", layer=family.num_layers, head="native")]
     ]
     return Manifest(

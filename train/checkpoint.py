@@ -149,4 +149,4 @@ def check_record(model: EarlyExitModel, record: Any) -> dict[str, Any]:
 
 
 def _plain_exits(model: EarlyExitModel) -> list[dict[str, Any]]:
-    return [{"name": e.name, "layer": e.layer, "head": e.head, "vocab_size": e.vocab_size} for e in model.exits]
+    return [e.record() for e in model.exits]

@@ -67,12 +67,12 @@ def fit_heads(model: EarlyExitModel, rows: Sequence[Encoded], tuning_rows: Seque
         tuning_rows: what the ridges are chosen on; then the heads are fitted on these rows too.
     """
     size, device = model.family.hidden_size, model.family.unembedding.device
-    fitted, tuning = ([Moments(size, device) for _ in model.exits] for _ in range(2))
+    fitted, tuning = ([Moments([size], size, device) for _ in model.exits] for _ in range(2))
     for moments, own_rows in ((fitted, rows), (tuning, tuning_rows)):
         for row in own_rows:
             *below, final = label_states(model, row)
             for sums, hidden in zip(moments, below, strict=True):
-                sums.add(hidden, final)
+                sums.add(hidden, final.double() - hidden.double())
     fits = [fit_linear(*sums) for sums in zip(fitted, tuning)]
     for head, fit in zip(_heads(model), fits):
         assert head.linear is not None, head.config

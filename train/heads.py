@@ -1,8 +1,10 @@
 """Exit heads: what turns the hidden states at a depth into states that an unembedding can read.
 
-Three kinds (DESIGN §4): `native` trains nothing and uses the base's own final norm; `linear` is `h + W h` with a norm
-of its own; `layer` is one more decoder layer of the base's own class with a norm of its own. This file knows nothing of
-training loops, tiers or pages: a `layer` head attends through whatever attention function its family has chosen.
+Four kinds (DESIGN §4): `native` trains nothing and uses the base's own final norm; `linear` is `h + W h` with a norm
+of its own; `layer` is one more decoder layer of the base's own class with a norm of its own; `linear_layer` is `h + W h`
+before such a layer. A head with a decoder layer may read the target's last hidden state as well (`Entry`). This file
+knows nothing of training loops, tiers or pages: a decoder layer attends through whatever attention function its family
+has chosen.
 """
 
 # Shape legend: B rows, T query positions, D hidden size, E exit size, V vocabulary
@@ -20,8 +22,8 @@ from torch import Tensor, nn
 from train.family import Family
 from train.losses import KL, ExitLoss
 
-HeadKind = Literal["native", "linear", "layer"]
-HEAD_KINDS: tuple[HeadKind, ...] = ("native", "linear", "layer")
+HeadKind = Literal["native", "linear", "layer", "linear_layer"]
+HEAD_KINDS: tuple[HeadKind, ...] = ("native", "linear", "layer", "linear_layer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +33,11 @@ class ExitConfig:
     Args:
         name: what tiers and reports call it, `draft` or `intermediate` in the usual two-exit model.
         layer: number of base layers below the exit, 1 ≤ layer < num_layers.
-        head: `native`, `linear` or `layer`.
+        head: `native`, `linear`, `layer` or `linear_layer`.
         vocab_size: number of token ids that the exit can propose, chosen by counting the target's own outputs; None
             keeps the whole vocabulary.
+        context: with more than 0 the head also reads the target's hidden state of the last token that the target has
+            verified, and training shows it states that lie up to so many tokens back. For heads with a decoder layer.
         loss: what the exit is trained for; None means {kl: 1.0}. Not part of what a checkpoint must agree with.
     """
 
@@ -41,6 +45,7 @@ class ExitConfig:
     layer: int
     head: HeadKind = "layer"
     vocab_size: int | None = None
+    context: int = 0
     loss: ExitLoss | None = field(default=None, compare=False)
 
     @property
@@ -50,6 +55,14 @@ class ExitConfig:
     @property
     def trains(self) -> bool:
         return self.head != "native"
+
+    @property
+    def has_layer(self) -> bool:
+        return self.head in ("layer", "linear_layer")
+
+    def record(self) -> dict[str, Any]:
+        """What a checkpoint must agree with, as plain types."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
 
 
 def check_exits(exits: Sequence[ExitConfig], num_layers: int, vocab_size: int) -> None:
@@ -79,8 +92,42 @@ def check_exits(exits: Sequence[ExitConfig], num_layers: int, vocab_size: int) -
             raise ValueError(
                 f"{where}.vocab_size={exit_.vocab_size} must lie between 2 and the base's {vocab_size}, or be null"
             )
+        if exit_.context < 0 or (exit_.context and not exit_.has_layer):
+            raise ValueError(
+                f"{where}.context={exit_.context} must be a number of tokens, 0 for none, and goes with the heads "
+                f"layer and linear_layer (head={exit_.head!r})"
+            )
         exit_.training_loss.check(f"{where}.loss")
         below = exit_.layer
+
+
+class Entry(nn.Module):
+    """What a head does with its input before its decoder layer: `h + W h + C norm(f)`, or a part of that.
+
+    f is the target's hidden state of the last verified token, zeros where there is none. W and C are zero at the start,
+    so that the untrained head is the decoder layer alone; `train.closed_form` finds better ones.
+    """
+
+    def __init__(self, hidden_size: int, norm: nn.Module | None, has_linear: bool) -> None:
+        """norm: the context's own, None where the head reads none."""
+        super().__init__()
+        self.linear = zero_linear(hidden_size) if has_linear else None
+        self.context_norm = norm
+        self.context_linear = zero_linear(hidden_size) if norm is not None else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [.., D], or [.., 2 D] with the context behind the hidden states → [.., D]."""
+        hidden, context = (x, None) if self.context_linear is None else x.chunk(2, dim=-1)
+        out = hidden if self.linear is None else hidden + self.linear(hidden)
+        if self.context_linear is None or self.context_norm is None:
+            return out
+        return out + self.context_linear(self.context_norm(context))
+
+
+def zero_linear(size: int) -> nn.Linear:
+    linear = nn.Linear(size, size, bias=False)
+    nn.init.zeros_(linear.weight)
+    return linear
 
 
 class ExitHead(nn.Module):
@@ -94,27 +141,35 @@ class ExitHead(nn.Module):
         super().__init__()
         self.config = config
         self._family = family  # not a Module: the base is no child of a head
-        self.linear: nn.Linear | None = None
+        # the untrained head is the native one
+        self.linear = zero_linear(family.hidden_size) if config.head == "linear" else None
+        self.entry: Entry | None = None
         self.layer: nn.Module | None = None
         self.norm: nn.Module | None = None
-        if config.head == "linear":
-            self.linear = nn.Linear(family.hidden_size, family.hidden_size, bias=False)
-            nn.init.zeros_(self.linear.weight)  # the untrained head is the native one
-        if config.head == "layer":
+        if config.has_layer:
             # the last layer is the one that knows how to speak to the final norm
             self.layer = family.new_layer(like=family.num_layers - 1)
+        if config.head == "linear_layer" or config.context:
+            norm = copy.deepcopy(family.final_norm()).requires_grad_(True) if config.context else None
+            self.entry = Entry(family.hidden_size, norm, has_linear=config.head == "linear_layer")
         if config.trains:
             self.norm = copy.deepcopy(family.final_norm()).requires_grad_(True)
         self.to(family.unembedding.device)
 
     def forward(self, hidden: Tensor, positions: Tensor, **attention: Any) -> Tensor:
-        """hidden [B, T, D], positions [B, T] → [B, T, E]; `attention` reaches a `layer` head's attention function."""
+        """hidden [B, T, D], with a context [B, T, 2 D]; positions [B, T] → [B, T, E].
+
+        `attention` reaches the decoder layer's attention function.
+        """
+        hidden = self._cast(hidden)
+        if self.entry is not None:
+            hidden = self.entry(hidden)
         if self.layer is not None:
-            hidden = self._family.run_each([self.layer], self._cast(hidden), positions, **attention)
+            hidden = self._family.run_each([self.layer], hidden, positions, **attention)
         return self.readout(hidden)
 
     def readout(self, hidden: Tensor) -> Tensor:
-        """All but the decoder layer: [.., D] → [.., E]."""
+        """What follows the decoder layer: [.., D] → [.., E]."""
         hidden = self._cast(hidden)
         if self.linear is not None:
             hidden = hidden + self.linear(hidden)

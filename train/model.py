@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from train.base_model import base_fingerprint, ending_ids
+from train.context import context_states, tokens_back
 from train.family import DENSE_ATTENTION, Family, row_mask
 from train.heads import ExitConfig, ExitHead, check_draft_vocab, check_exits, exit_configs
 from train.whole_folder import whole_folder
@@ -68,6 +69,11 @@ class EarlyExitModel(nn.Module):
     def eos_token_ids(self) -> list[int]:
         return ending_ids(self.base.config, self.base.generation_config)
 
+    @property
+    def longest_context(self) -> int:
+        """Tokens; serving has one context for all exits, and so has training. 0: no exit reads one."""
+        return max(e.context for e in self.exits)
+
     def place(self, device: torch.device | str) -> Self:
         """Move everything: `to` reaches the heads alone, as the base is no child."""
         self.to(device)
@@ -84,21 +90,32 @@ class EarlyExitModel(nn.Module):
         """Exits that ask for a trimmed vocabulary and have none yet."""
         return [e for e in self.exits if e.vocab_size is not None and e.name not in self.draft_vocabs]
 
-    def forward(self, token_ids: Tensor, positions: Tensor | None = None) -> ExitOutputs:
+    def forward(self, token_ids: Tensor, positions: Tensor | None = None, drafted: Tensor | None = None) -> ExitOutputs:
         """The states of target and exits.
 
         Args:
             token_ids: [B, T] int64, padded on the right (causality hides the padding).
             positions: [B, T] int64 for packed rows, 0 where each begins: attention stays within a row, in the base's
                 layers and in the exits' own. None: every row begins at column 0.
+            drafted: [B, T] bool, the positions at which exits with a context may be given one; None: nowhere.
         """
         positions, attention = self._prepare(token_ids, positions)
         layers = [*(e.layer for e in self.exits), self.family.num_layers]
         with torch.no_grad():
             *below, last = self._hidden_after(layers, token_ids, positions, attention)
             target = self.target_states(last)
+            if self.longest_context:
+                below = self._with_contexts(below, last, positions, drafted)
         exits = {e.name: self.heads[e.name](h, positions, **attention) for e, h in zip(self.exits, below)}
         return ExitOutputs(target, exits)
+
+    def _with_contexts(
+        self, below: Sequence[Tensor], last: Tensor, positions: Tensor, drafted: Tensor | None
+    ) -> list[Tensor]:
+        """The exits' inputs: [B, T, D], or [B, T, 2 D] with the context behind."""
+        back = tokens_back(positions, drafted, self.longest_context, draw=self.training)
+        context = context_states(last, back)
+        return [torch.cat([h, context], dim=-1) if e.context else h for e, h in zip(self.exits, below)]
 
     def hidden_after(self, layers: Iterable[int], token_ids: Tensor) -> Iterator[Tensor]:
         """The base's hidden states [B, T, D] before any norm, after each number of `layers`, ascending."""
@@ -163,9 +180,7 @@ class EarlyExitModel(nn.Module):
             record = {
                 "format_version": FORMAT_VERSION,
                 "base": base_fingerprint(self.base),
-                "exits": [
-                    {"name": e.name, "layer": e.layer, "head": e.head, "vocab_size": e.vocab_size} for e in self.exits
-                ],
+                "exits": [e.record() for e in self.exits],
             }
             (unfinished / "exits.json").write_text(json.dumps(record, indent=2) + "\n")
 

@@ -9,11 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from train.base_model import load_base
 from train.batches import Batch
 from train.checkpoint import check_record, checkpoints_for, record_of
+from train.closed_form import fit_linear_parts
+from train.context import after_prompt
 from train.costs import check_costs, default_costs
 from train.figures import Figures
 from train.heads import ExitConfig, choose_draft_vocab
@@ -50,6 +53,8 @@ class EarlyExitModule(LightningModule):
             Where not named: the share of the weights that the call reads.
         max_skipped_steps: steps in a row that may be left out because loss or gradient is not finite, before training
             stops.
+        closed_form_labels: labels on which the linear parts of heads are fitted in closed form before the first step, so
+            that training need not look for them; 0 begins with zeros.
         warm_start: a folder heads/ whose weights to begin with. Nothing else is taken over; to go on with a run that
             stopped, give --ckpt_path instead.
     """
@@ -68,6 +73,7 @@ class EarlyExitModule(LightningModule):
         num_draft_tokens: int = 4,
         costs: dict[str, float] | None = None,
         max_skipped_steps: int = 10,
+        closed_form_labels: int = 16_384,
         warm_start: str | None = None,
     ) -> None:
         super().__init__()
@@ -80,11 +86,14 @@ class EarlyExitModule(LightningModule):
             raise ValueError(f"model.num_draft_tokens={num_draft_tokens} must be at least 1")
         if max_skipped_steps < 0:
             raise ValueError(f"model.max_skipped_steps={max_skipped_steps} must be at least 0")
+        if closed_form_labels < 0:
+            raise ValueError(f"model.closed_form_labels={closed_form_labels} must be at least 0")
         check_costs(costs or {}, [e.name for e in exits])
         self.model = EarlyExitModel(load_base(base, revision, dtype), exits)
         self.model.heads.float().train()
         if warm_start is not None:
             self.model.load_heads(warm_start)
+        self._closed_form_labels = 0 if warm_start is not None else closed_form_labels
         self._step = Step(max_skipped_steps)
         self._stopped: dict[str, Any] = {}  # what a checkpoint held of the moment at which it was written
         self.num_draft_tokens = num_draft_tokens
@@ -150,6 +159,8 @@ class EarlyExitModule(LightningModule):
 
     def on_train_start(self) -> None:
         """After a resume the config's numbers hold, not those that the checkpoint stored."""
+        if self._closed_form_labels:
+            self._fit_linear_parts()
         self._step.begin()
         for scheduler in [self.lr_schedulers()]:
             scheduler.base_lrs = [self.lr] * len(scheduler.base_lrs)
@@ -162,6 +173,15 @@ class EarlyExitModule(LightningModule):
         if "random" in self._stopped:
             set_random_states(self._stopped["random"])
         self._stopped = {}
+
+    def _fit_linear_parts(self) -> None:
+        data = getattr(self.trainer, "datamodule", None)
+        rows = [] if data is None else data.train_rows
+        for name, fit in fit_linear_parts(self.model, rows, self._closed_form_labels).items():
+            rank_zero_info(
+                f"{name}: linear parts fitted in closed form, ridge {fit.ridge:g}; {fit.unexplained:.0%} of the way to "
+                "the target is left to training"
+            )
 
     # ---- training ----
 
@@ -193,7 +213,7 @@ class EarlyExitModule(LightningModule):
 
     def labels(self, batch: Batch) -> Labels:
         """The states that predict the batch's labels; the label at t is predicted at t − 1."""
-        outputs = self.model(batch.token_ids, batch.positions)
+        outputs = self.model(batch.token_ids, batch.positions, after_prompt(batch.loss_mask))
         mask = batch.loss_mask[:, 1:]
         begins = mask & ~batch.loss_mask[:, :-1]
         pick = {name: states[:, :-1][mask] for name, states in outputs.exits.items()}
@@ -258,4 +278,5 @@ class EarlyExitModule(LightningModule):
         record = check_record(self.model, checkpoint.get("early_exit"))
         for name, ids in record["draft_vocabs"].items():
             self.model.set_draft_vocab(name, torch.tensor(ids, dtype=torch.int64))
+        self._closed_form_labels = 0
         self._stopped = checkpoint.get("stopped", {})

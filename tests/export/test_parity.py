@@ -25,6 +25,7 @@ def caller_of(exported: Any) -> Caller:
         programs=exported.programs,
         infos=exported.infos,
         spans=tier_spans(exported.model),
+        contexts=[e.name for e in exported.model.exits if e.context],
         block_size=exported.artifact.manifest.block_size,
         num_kv_heads=family.num_kv_heads,
         head_dim=family.head_dim,

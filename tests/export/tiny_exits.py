@@ -12,7 +12,7 @@ from train.model import EarlyExitModel
 NUM_LAYERS = 4  # one for each tier of ALL_HEADS
 ALL_HEADS = (
     ExitConfig(name="first", layer=1, head="native"),
-    ExitConfig(name="draft", layer=2, head="layer", vocab_size=32),
+    ExitConfig(name="draft", layer=2, head="linear_layer", vocab_size=32, context=3),
     ExitConfig(name="intermediate", layer=3, head="linear"),
 )
 

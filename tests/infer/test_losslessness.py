@@ -100,13 +100,14 @@ def test_calls_split_at_the_bitwise_limit_give_the_same_tokens(strategy):
 
 
 def exits(*layers: int, head: str = "native") -> list[ExitConfig]:
-    return [ExitConfig(name=f"exit{n}", layer=layer, head=head) for n, layer in enumerate(layers)]
+    context = 3 if head == "linear_layer" else 0
+    return [ExitConfig(name=f"exit{n}", layer=layer, head=head, context=context) for n, layer in enumerate(layers)]
 
 
 @pytest.mark.parametrize(
     ("layers", "head"),
     [((2,), "native"), ((3,), "layer"), ((1, 3), "linear"), ((1, 3), "layer"), ((1, 2, 4), "native")]
-    + [((1, 2, 4), "layer"), pytest.param((1, 2, 3, 5), "layer", marks=pytest.mark.slow)],
+    + [((1, 2, 4), "layer"), ((1, 3), "linear_layer"), pytest.param((1, 2, 3, 5), "layer", marks=pytest.mark.slow)],
 )
 def test_any_number_of_exits_of_any_kind_gives_the_same_tokens(layers, head):
     model = make_model("llama", exits(*layers, head=head))

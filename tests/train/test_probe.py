@@ -104,10 +104,10 @@ def test_sums_know_the_error_and_the_ridge_is_the_best_on_rows_that_were_not_fit
     mix = torch.randn(8, 8, dtype=torch.float64)
     hidden, tuned = torch.randn(12, 8), torch.randn(40, 8)  # few and noisy: the smallest ridge is not the best
     final, tuned_final = (h.double() @ mix + 3 * torch.randn(len(h), 8) for h in (hidden, tuned))
-    fitted, tuning = Moments(8), Moments(8)
-    fitted.add(hidden[:5], final[:5])
-    fitted.add(hidden[5:], final[5:])
-    tuning.add(tuned, tuned_final)
+    fitted, tuning = Moments([8], 8), Moments([8], 8)
+    fitted.add(hidden[:5], final[:5] - hidden[:5])
+    fitted.add(hidden[5:], final[5:] - hidden[5:])
+    tuning.add(tuned, tuned_final - tuned)
     errors = {}
     for ridge in RIDGES:
         weight = fitted.weight(ridge)
