@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers import modeling_gguf_pytorch_utils as gguf_loader
 from transformers.utils import logging as transformers_logging
 
@@ -46,11 +54,21 @@ def resolve_base(name: str, revision: str | None = None) -> Path | str:
 
 def load_base(name: str, revision: str | None = None, dtype: str = "float32") -> PreTrainedModel:
     """The frozen base in eval mode. Its config is its own: every call reads a new one from the files."""
-    if dtype not in _DTYPES:
-        raise ValueError(f"dtype={dtype!r} is unknown; expected one of {', '.join(_DTYPES)}")
-    model = _from_pretrained(AutoModelForCausalLM, name, revision, dtype=_DTYPES[dtype])
+    model = _from_pretrained(AutoModelForCausalLM, name, revision, dtype=base_dtype(dtype))
     model.base_name, model.base_revision = name, revision
     return model.eval().requires_grad_(False)
+
+
+def base_dtype(name: str) -> torch.dtype:
+    """float32, bfloat16 or float16; ValueError for any other."""
+    if name not in _DTYPES:
+        raise ValueError(f"dtype={name!r} is unknown; expected one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def load_config(name: str, revision: str | None = None) -> PreTrainedConfig:
+    """The base's config, without its weights."""
+    return _from_pretrained(AutoConfig, name, revision)
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:
