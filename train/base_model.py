@@ -20,7 +20,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
-    PretrainedConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -54,21 +54,26 @@ def resolve_base(name: str, revision: str | None = None) -> Path | str:
 
 def load_base(name: str, revision: str | None = None, dtype: str = "float32") -> PreTrainedModel:
     """The frozen base in eval mode. Its config is its own: every call reads a new one from the files."""
-    if dtype not in _DTYPES:
-        raise ValueError(f"dtype={dtype!r} is unknown; expected one of {', '.join(_DTYPES)}")
-    model = _from_pretrained(AutoModelForCausalLM, name, revision, dtype=_DTYPES[dtype])
+    model = _from_pretrained(AutoModelForCausalLM, name, revision, dtype=base_dtype(dtype))
     model.base_name, model.base_revision = name, revision
     return model.eval().requires_grad_(False)
+
+
+def base_dtype(name: str) -> torch.dtype:
+    """float32, bfloat16 or float16; ValueError for any other."""
+    if name not in _DTYPES:
+        raise ValueError(f"dtype={name!r} is unknown; expected one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def load_config(name: str, revision: str | None = None) -> PreTrainedConfig:
+    """The base's config, without its weights."""
+    return _from_pretrained(AutoConfig, name, revision)
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:
     """The base model's tokenizer, with its chat template where it has one."""
     return _from_pretrained(AutoTokenizer, name, revision)
-
-
-def load_config(name: str, revision: str | None = None) -> PretrainedConfig:
-    """The base model's config; no weights are read."""
-    return _from_pretrained(AutoConfig, name, revision)
 
 
 def base_fingerprint(model: PreTrainedModel) -> dict[str, str | None]:
@@ -81,7 +86,7 @@ def base_fingerprint(model: PreTrainedModel) -> dict[str, str | None]:
     }
 
 
-def config_sha256(config: PretrainedConfig) -> str:
+def config_sha256(config: PreTrainedConfig) -> str:
     """A hash of what in a config makes the model: neither place nor precision, nor the library's version."""
     # Only what differs from the class's defaults, so that a key added by a newer transformers leaves the hash alone
     defaults = type(config)().to_dict()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
@@ -50,6 +51,14 @@ def collate_packed(sequences: Sequence[Sequence[Encoded]]) -> Batch:
             positions[n, start:stop] = torch.arange(stop - start)
             start = stop
     return Batch(token_ids, loss_mask, positions)
+
+
+def widen(batch: Batch, multiple: int, limit: int) -> Batch:
+    """More padding, up to a multiple of `multiple` columns but not beyond `limit`."""
+    width = batch.token_ids.shape[1]
+    more = min(-width % multiple, max(0, limit - width))
+    positions = None if batch.positions is None else F.pad(batch.positions, (0, more))
+    return Batch(F.pad(batch.token_ids, (0, more)), F.pad(batch.loss_mask, (0, more)), positions)
 
 
 def num_tokens(sequence: Sequence[Encoded]) -> int:

@@ -1,4 +1,4 @@
-"""The command line: `fit`, `validate` and `test` through LightningCLI, `lint` and `probe` as `fit` without training,
+"""The command line: `fit`, `validate` and `test` through LightningCLI; `estimate`, `lint` and `probe` before them;
 `generate`.
 
 Three traps of LightningCLI are mended: a second run overwrites its config.yaml, what the command line says holds
@@ -7,6 +7,7 @@ against what a checkpoint stores, and mistakes come as one line. Imports are lat
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import inspect
 import logging
@@ -24,14 +25,15 @@ usage: python -m train COMMAND --config FILE [options]
 Train early exits over a frozen base model.
 
 commands:
+  estimate   what fit would need: memory, disk, time; reads the base's config, no weights and no text
   lint       look at the training text: counts, masks against serving's prompts, one row in colour, whose text it is
   probe      how good an exit would be at each depth, and which to train; fits linear heads in closed form
-  fit        as lint, then train the exits; leaves checkpoints and the folder heads/ under trainer.default_root_dir
+  fit        estimate and lint, then train the exits; leaves checkpoints and heads/ under trainer.default_root_dir
   validate   loss, acceptance and predicted speed-up of every exit on held-out text
   test       the same, logged as test/…
   generate   make training text with the base model itself (resumable)
 
-common options of lint, probe, fit, validate and test (each key of the config is one: --section.key VALUE):
+common options of all but generate (each key of the config is one: --section.key VALUE):
   --config FILE              e.g. configs/smollm2-135m.yaml
   --ckpt_path FILE           fit: resume a run where it stopped, e.g. runs/smollm2-135m/last.ckpt or interrupted.ckpt;
                              validate and test: measure its heads; lint, probe: not read
@@ -39,6 +41,7 @@ common options of lint, probe, fit, validate and test (each key of the config is
   --model.lr 1e-3            any key of the section model
   --data.train_files FILE    any key of the section data
   --trainer.max_epochs N     any argument of Lightning's Trainer
+  --tflops N                 estimate: 10¹² operations a second that the device reaches (default: 50)
   --print_config             show the whole config that results, and stop
 
 `python -m train COMMAND --help` lists every option. Set HISPEC_DEBUG=1 to see tracebacks.
@@ -56,8 +59,11 @@ _NOISE = (
     ".*It is recommended to use `self.log\\('(val|test)/.*sync_dist=True.*",  # the figures are sums over ranks already
 )
 
+# 10¹² operations a second: a guess for a GPU, a third of an A100's in bf16; seen on one CPU core with AMX
+_GPU_TFLOPS, _CPU_TFLOPS = 50.0, 0.2
+
 LIGHTNING_COMMANDS = ("fit", "validate", "test")
-COMMANDS = ("lint", "probe", *LIGHTNING_COMMANDS, "generate")
+COMMANDS = ("estimate", "lint", "probe", *LIGHTNING_COMMANDS, "generate")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,6 +90,8 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
         from train.generate import main as generate_main
 
         return generate_main
+    if name == "estimate":
+        return run_estimate
     if name == "lint":
         return run_lint
     if name == "probe":
@@ -132,6 +140,25 @@ def run_lightning(argv: Sequence[str]) -> int:
     return 0
 
 
+def run_estimate(argv: Sequence[str]) -> int:
+    """`estimate`: takes what `fit` takes; the base's weights are not read."""
+    from train.base_model import load_config
+
+    _quieten()
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--tflops", type=float, default=_GPU_TFLOPS)
+    try:
+        own, rest = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise ValueError(str(error)) from error
+    if not own.tflops > 0:
+        raise ValueError(f"--tflops {own.tflops:g} must be greater than 0")
+    cli = make_cli(["fit", *rest], run=False, instantiate=False)
+    model = cli.config.fit.model
+    print_estimate(cli, load_config(model.base, model.revision), own.tflops)
+    return 0
+
+
 def run_lint(argv: Sequence[str]) -> int:
     """`lint`: what `fit` prints before its first step, with all bad rows; 2 if `fit` would stop for one."""
     _quieten()
@@ -171,6 +198,16 @@ def _quieten() -> None:
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda record: "💡" not in record.getMessage())
 
 
+def print_estimate(cli: Any, base_config: Any, tflops: float) -> None:
+    """One line; on the first rank only."""
+    from lightning.pytorch.utilities import rank_zero_only
+
+    from train.estimate import estimate, workload
+
+    if rank_zero_only.rank == 0:
+        print(f"estimate: {estimate(base_config, workload(cli.config.fit.as_dict())).line(tflops)}")
+
+
 def print_counts(cli: Any, num_bad: int | None = 5) -> None:
     """What the data module has counted in its rows; on the first rank only."""
     from lightning.pytorch.utilities import rank_zero_only
@@ -203,8 +240,13 @@ def _console() -> Any:
     return Console(highlight=False, soft_wrap=True)
 
 
-def make_cli(argv: Sequence[str], run: bool = True) -> Any:
-    """The LightningCLI of this project; `run=False` parses and instantiates, and does not run the subcommand."""
+def make_cli(argv: Sequence[str], run: bool = True, instantiate: bool = True) -> Any:
+    """The LightningCLI of this project.
+
+    Args:
+        run: False: parse and instantiate, and don't run the subcommand.
+        instantiate: False (with run=False): parse, and no more.
+    """
     from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
     from train.checkpoint import check_checkpoint
@@ -212,9 +254,18 @@ def make_cli(argv: Sequence[str], run: bool = True) -> Any:
     from train.module import EarlyExitModule
 
     class HiSpecCLI(LightningCLI):
+        @staticmethod
+        def subcommands() -> dict[str, set[str]]:
+            """Only the one that is asked for: the parsers of the others would cost a second."""
+            return {command: skipped for command, skipped in LightningCLI.subcommands().items() if command == argv[0]}
+
         def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
             parser.link_arguments("model.base", "data.base")
             parser.link_arguments("model.revision", "data.revision")
+
+        def instantiate_classes(self) -> None:
+            if instantiate:
+                super().instantiate_classes()
 
         def instantiate_trainer(self, **kwargs: Any) -> Any:
             try:
@@ -224,6 +275,8 @@ def make_cli(argv: Sequence[str], run: bool = True) -> Any:
 
         def before_fit(self) -> None:
             self.datamodule.setup("fit")  # bad rows are told before anything is written
+            on_gpu = self.trainer.strategy.root_device.type == "cuda"
+            print_estimate(self, self.model.model.base.config, _GPU_TFLOPS if on_gpu else _CPU_TFLOPS)
             print_counts(self)
             print_sample(self)
 
@@ -251,5 +304,5 @@ def make_cli(argv: Sequence[str], run: bool = True) -> Any:
         seed_everything_default=0,
         auto_configure_optimizers=False,
         save_config_kwargs={"overwrite": True},
-        parser_kwargs={"exit_on_error": False, **{c: {"exit_on_error": False} for c in LIGHTNING_COMMANDS}},
+        parser_kwargs={"exit_on_error": False, argv[0]: {"exit_on_error": False}},
     )

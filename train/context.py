@@ -2,8 +2,8 @@
 
 Serving drafts in windows: after the target has verified position v, positions v + 1, v + 2, … are drafted with the
 target's state at v, until it verifies again. The prompt has no context, nor has a position whose state an exit computes
-only after the target has passed it. Training cuts rows into such windows. A window's length is not known before serving,
-so all lengths come; one context for all exits, as serving has it.
+only after the target has passed it. Training cuts rows into such windows. A window's length is not known before
+serving, so all lengths come; one context for all exits, as serving has it.
 """
 
 # Shape legend: B rows or packed sequences, T tokens, D hidden size

@@ -19,12 +19,16 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from train.batches import Batch, bucket, collate, collate_packed, pack
+from train.batches import Batch, bucket, collate, collate_packed, pack, widen
 from train.chat import Encoded
 from train.formats import make_encoder
 from train.lint import Lint, check_row
 from train.resume import resumable
 from train.rows import Row, expand_sources, read_rows
+
+# Batches are as long as a multiple of this: on CPU every new length costs 16 MB for oneDNN's kernels, kept to the end,
+# and the time to make them
+_WIDTH = 32
 
 _SHOWN = 5  # bad rows that an error lists in full
 
@@ -163,6 +167,7 @@ class DistillationDataModule(LightningDataModule):
     def _loader(self, rows: Sequence[Encoded]) -> DataLoader[Any]:
         # The items are whole batches, so that Lightning's own sampler for several ranks fits
         ranks = self.trainer.world_size if self.trainer is not None else 1
+        limit = self.encoder.max_positions
         batches: Sequence[Any]
         if self.packing:
             sequences = pack(rows, self.max_length, self.seed)
@@ -174,7 +179,7 @@ class DistillationDataModule(LightningDataModule):
             batches,  # type: ignore[arg-type]
             batch_size=1,
             num_workers=self.num_workers,
-            collate_fn=partial(_collate_one, self.packing),
+            collate_fn=partial(_collate_one, self.packing, min(self.max_length, limit or self.max_length)),
         )
 
 
@@ -182,9 +187,9 @@ def _num_tokens(row: Encoded) -> int:
     return len(row.token_ids)
 
 
-def _collate_one(packing: bool, batches: list[Any]) -> Batch:
+def _collate_one(packing: bool, limit: int, batches: list[Any]) -> Batch:
     (batch,) = batches
-    return collate_packed(batch) if packing else collate(batch)
+    return widen(collate_packed(batch) if packing else collate(batch), _WIDTH, limit)
 
 
 def _read_all(sources: Sequence[str]) -> list[Row]:

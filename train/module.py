@@ -53,8 +53,8 @@ class EarlyExitModule(LightningModule):
             Where not named: the share of the weights that the call reads.
         max_skipped_steps: steps in a row that may be left out because loss or gradient is not finite, before training
             stops.
-        closed_form_labels: labels on which the linear parts of heads are fitted in closed form before the first step, so
-            that training need not look for them; 0 begins with zeros.
+        closed_form_labels: labels on which the linear parts of heads are fitted in closed form before the first step,
+            so that training need not look for them; 0 begins with zeros.
         warm_start: a folder heads/ whose weights to begin with. Nothing else is taken over; to go on with a run that
             stopped, give --ckpt_path instead.
     """

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from tests.tiny_models import VOCAB_SIZE
-from train.batches import bucket, collate, collate_packed, num_tokens, pack
+from train.batches import bucket, collate, collate_packed, num_tokens, pack, widen
 from train.chat import Encoded
 from train.data import DistillationDataModule
 from train.heads import ExitConfig
@@ -135,3 +135,20 @@ def ungraded_forward(model, batch):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("train.model.torch.no_grad", torch.enable_grad)
         return model(batch.token_ids, batch.positions)
+
+
+@pytest.mark.parametrize("put_together", [collate, lambda rows: collate_packed([rows])])
+def test_widening_adds_padding_without_labels_up_to_the_limit(put_together):
+    batch = put_together(rows_of([5, 13]))
+    width = batch.token_ids.shape[1]
+    wide = widen(batch, 32, 40)
+    assert wide.token_ids.shape[1] == wide.loss_mask.shape[1] == 32
+    assert torch.equal(wide.token_ids[:, :width], batch.token_ids)
+    assert torch.equal(wide.loss_mask[:, :width], batch.loss_mask) and not wide.loss_mask[:, width:].any()
+    if batch.positions is None:
+        assert wide.positions is None
+    else:
+        assert not wide.positions[:, width:].any() and torch.equal(wide.positions[:, :width], batch.positions)
+    assert widen(batch, 32, 20).token_ids.shape[1] == 20
+    assert widen(batch, 32, 4).token_ids.shape[1] == width
+    assert widen(wide, 32, 100).token_ids.shape[1] == 32

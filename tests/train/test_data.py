@@ -141,3 +141,13 @@ def test_label_counts_count_labels_only(base_folder, tmp_path):
     data.setup("fit")
     counts = data.label_counts(320)
     assert counts.dtype == torch.int64 and int(counts.sum()) == data.train_rows[0].num_labels and int(counts[END]) == 1
+
+
+def test_batches_come_in_few_lengths_and_never_beyond_the_bases_positions(tmp_path, tiny_model):
+    rows = [chat("a", "so " * n) for n in range(1, 28)]
+    base = save_base(tmp_path / "base", tiny_model, "llama", max_position_embeddings=60)
+    data = module(base, rows, tmp_path, batch_size=1)
+    data.setup("fit")
+    lengths = [batch.token_ids.shape[1] for batch in data.train_dataloader()]
+    assert len(lengths) == 27 and set(lengths) == {32, 60}
+    assert sum(int(batch.loss_mask.sum()) for batch in data.train_dataloader()) == data.label_counts(320).sum()
