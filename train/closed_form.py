@@ -1,8 +1,8 @@
 """Where the linear parts of heads begin: W and C in closed form, before the first step.
 
 A decoder layer that stands where it has never stood needs many steps to learn what a ridge regression finds in one
-pass. `linear` is fitted to the target's last hidden state, `linear_layer` and a context to what the copied last layer is used
-to read: the hidden state below it. One row at a time; of the tokens only sums are kept (`train.ridge`).
+pass. `linear` is fitted to the target's last hidden state, `linear_layer` and a context to what the copied last layer
+is used to read: the hidden state below it. One row at a time; of the tokens only sums are kept (`train.ridge`).
 """
 
 # Shape legend: N label positions of a row, D hidden size

@@ -2,9 +2,9 @@
 
 Four kinds (DESIGN §4): `native` trains nothing and uses the base's own final norm; `linear` is `h + W h` with a norm
 of its own; `layer` is one more decoder layer of the base's own class with a norm of its own; `linear_layer` is
-`h + W h` before such a layer. A head with a decoder layer may read the target's last hidden state as well (`Entry`). This file
-knows nothing of training loops, tiers or pages: a decoder layer attends through whatever attention function its family
-has chosen.
+`h + W h` before such a layer. A head with a decoder layer may read the target's last hidden state as well (`Entry`).
+This file knows nothing of training loops, tiers or pages: a decoder layer attends through whatever attention function
+its family has chosen.
 """
 
 # Shape legend: B rows, T query positions, D hidden size, E exit size, V vocabulary

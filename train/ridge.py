@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# λ, in units of the mean over a feature's dimensions of Σ x². The squared error chooses, as agreement can't be told from sums; on
-# SmolLM2-135M it likes 0.1, where agreement is within two points of its best
+# λ, in units of the mean over a feature's dimensions of Σ x². The squared error chooses, as agreement can't be told
+# from sums; on SmolLM2-135M it likes 0.1, where agreement is within two points of its best
 RIDGES = (1e-8, 1e-6, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 
 
