@@ -117,11 +117,14 @@ class Entry(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [.., D], or [.., 2 D] with the context behind the hidden states → [.., D]."""
-        hidden, context = (x, None) if self.context_linear is None else x.chunk(2, dim=-1)
-        out = hidden if self.linear is None else hidden + self.linear(hidden)
         if self.context_linear is None or self.context_norm is None:
-            return out
-        return out + self.context_linear(self.context_norm(context))
+            return self._mapped(x)
+        # copies, as export would write rules about T into a program that matrix products of views stand in
+        hidden, context = (part.clone(memory_format=torch.contiguous_format) for part in x.chunk(2, dim=-1))
+        return self._mapped(hidden) + self.context_linear(self.context_norm(context))
+
+    def _mapped(self, hidden: Tensor) -> Tensor:
+        return hidden if self.linear is None else hidden + self.linear(hidden)
 
 
 def zero_linear(size: int) -> nn.Linear:

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from train.losses import ExitLoss, Laws, evaluate
 
 CHUNK = 256  # tokens whose logits stand in memory at once; on CPU larger ones are slower
+SLICE = 16  # of these, tokens whose laws are computed together on CPU: [16, 8192] stays in the core's own cache
 
 Unembed = Callable[[Tensor], Tensor]  # [n, E] → [n, V], or [n, V'] of a trimmed vocabulary
 
@@ -82,15 +83,16 @@ class _ChunkedLosses(torch.autograd.Function):
                 with torch.enable_grad():
                     own = states[n][part].detach().requires_grad_(needed[n])
                     logits = readout.unembed(own)  # [n, V']
-                kept = target if readout.ids is None else target[:, readout.ids]
-                t = readout.loss.temperature
-                partition = None if readout.ids is None else partitions[t]
-                laws = Laws.of(_at(kept, t, dtype), partition, _at(logits.detach(), t, dtype), rows[n][part])
-                values, slope = evaluate(readout.loss, laws)
-                sums[n] += values
+                partition = None if readout.ids is None else partitions[readout.loss.temperature]
+                slopes = torch.empty_like(logits, requires_grad=False)
+                for cut in _slices(target):
+                    inner = None if partition is None else partition[cut]
+                    laws = _laws(readout, target[cut], inner, logits.detach()[cut], rows[n][part][cut], dtype)
+                    values, slopes[cut] = evaluate(readout.loss, laws)
+                    sums[n] += values
                 gradient = gradients[n]
                 if gradient is not None:
-                    (gradient[part],) = torch.autograd.grad(logits, own, slope.to(logits.dtype))
+                    (gradient[part],) = torch.autograd.grad(logits, own, slopes)
         ctx.gradients = gradients
         terms = torch.cat(sums)
         ctx.mark_non_differentiable(terms)
@@ -103,6 +105,20 @@ class _ChunkedLosses(torch.autograd.Function):
         slopes = grad_outputs[0]  # [X]
         own = [None if g is None else g * slopes[n].to(g.dtype) for n, g in enumerate(ctx.gradients)]
         return (None, None, None, *own)
+
+
+def _slices(chunk: Tensor) -> list[slice]:
+    """The rows of a chunk that are worked on together; a GPU takes all."""
+    size = SLICE if chunk.is_cpu else max(1, len(chunk))
+    return [slice(start, start + size) for start in range(0, len(chunk), size)]
+
+
+def _laws(
+    readout: Readout, target: Tensor, partition: Tensor | None, logits: Tensor, label_rows: Tensor, dtype: torch.dtype
+) -> Laws:
+    """Of a slice: target [n, V], its partition [n] where the exit is trimmed, logits [n, V'] and label rows [n]."""
+    kept, t = target if readout.ids is None else target[:, readout.ids], readout.loss.temperature
+    return Laws.of(_at(kept, t, dtype), partition, _at(logits, t, dtype), label_rows)
 
 
 def _at(logits: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
