@@ -54,15 +54,15 @@ def resolve_base(name: str, revision: str | None = None) -> Path | str:
 
 def load_base(name: str, revision: str | None = None, dtype: str = "float32") -> PreTrainedModel:
     """The frozen base in eval mode. Its config is its own: every call reads a new one from the files."""
-    model = _from_pretrained(AutoModelForCausalLM, name, revision, dtype=base_dtype(dtype))
+    model = _from_pretrained(AutoModelForCausalLM, name, revision, dtype=dtype_of(dtype))
     model.base_name, model.base_revision = name, revision
     return model.eval().requires_grad_(False)
 
 
-def base_dtype(name: str) -> torch.dtype:
-    """float32, bfloat16 or float16; ValueError for any other."""
+def dtype_of(name: str, field: str = "dtype") -> torch.dtype:
+    """float32, bfloat16 or float16; ValueError, which names the field, for any other."""
     if name not in _DTYPES:
-        raise ValueError(f"dtype={name!r} is unknown; expected one of {', '.join(_DTYPES)}")
+        raise ValueError(f"{field}={name!r} is unknown; expected one of {', '.join(_DTYPES)}")
     return _DTYPES[name]
 
 

@@ -43,7 +43,7 @@ class HeadsFolder(Callback):
 
     def _save(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
-            pl_module.model.save_heads(Path(trainer.default_root_dir) / "heads")
+            pl_module.model.save_heads(Path(trainer.default_root_dir) / "heads", pl_module.heads_dtype)
 
     def state_dict(self) -> dict[str, float]:
         return {"best": self.best}

@@ -30,7 +30,7 @@ def tokens_back(positions: Tensor, drafted: Tensor | None, longest: int, *, draw
         longest: a window holds 1 … `longest` positions with a context; the longest are followed by one without.
         draw: take every row's window length and phase from torch's generator; else they go by the row's number.
     """
-    if drafted is None:
+    if drafted is None or not longest:
         return torch.zeros_like(positions)
     rows = torch.arange(len(positions), device=positions.device)
     if draw:
@@ -40,6 +40,11 @@ def tokens_back(positions: Tensor, drafted: Tensor | None, longest: int, *, draw
     length = 1 + length % (longest + 1)  # [B] 1 … longest + 1
     back = 1 + (positions + phase.unsqueeze(-1)) % length.unsqueeze(-1)
     return torch.where(drafted & (back <= longest) & (back <= positions), back, 0)
+
+
+def always_back(positions: Tensor, drafted: Tensor, offset: int) -> Tensor:
+    """As `tokens_back`, with every context the same number of tokens back: what drafts at one place of a window see."""
+    return torch.where(drafted & (positions >= offset), offset, 0)
 
 
 def context_states(last: Tensor, back: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
-from train.base_model import base_dtype
+from train.base_model import dtype_of
 from train.heads import ExitConfig, exit_configs
 from train.linear_loss import CHUNK, Judge, Readout, exit_losses
 from train.model import EarlyExitModel
@@ -124,7 +124,7 @@ def estimate(config: Any, work: Workload) -> Estimate:
     """
     weights, autocast = _PRECISIONS.get(work.precision, (torch.float32, None))
     with torch.device("meta"):
-        base = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=base_dtype(work.dtype))
+        base = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype_of(work.dtype))
         model = EarlyExitModel(base.eval().requires_grad_(False), work.exits)
     model.heads.to(weights).train()
     base_bytes, heads = _num_bytes(base.parameters()), _num_bytes(model.trainable_parameters())

@@ -35,7 +35,8 @@ class Figures:
         self.walk = Walk(Policy(), [0] * (len(names) + 1))
 
     def update(self, losses: Mapping[str, LossSum], picks: Mapping[str, Tensor], breaks: Tensor) -> None:
-        """One batch: exit name → its loss; exit name and `target` → picks [N] int64; breaks [N] bool."""
+        """One batch: exit name → its loss; exit name and `target` → picks [K, N] int64, as `Acceptance` takes them;
+        breaks [N] bool."""
         for name, loss in losses.items():
             for key, value in {"loss": loss.total, **loss.terms}.items():
                 self.losses[f"{name}/{key}"] = self.losses.get(f"{name}/{key}", 0.0) + float(value)

@@ -36,6 +36,15 @@ class ExitOutputs(NamedTuple):
     exits: dict[str, Tensor]  # exit name → [B, T, E]
 
 
+class BasePass(NamedTuple):
+    """What the frozen base has computed of a batch."""
+
+    positions: Tensor  # [B, T] int64
+    attention: dict[str, Tensor]  # what the attention function is to know of packed rows
+    below: list[Tensor]  # of each exit [B, T, D], before any norm
+    last: Tensor  # [B, T, D], the target's, before any norm
+
+
 class EarlyExitModel(nn.Module):
     """Exits over a frozen base.
 
@@ -99,23 +108,27 @@ class EarlyExitModel(nn.Module):
                 layers and in the exits' own. None: every row begins at column 0.
             drafted: [B, T] bool, the positions at which exits with a context may be given one; None: nowhere.
         """
+        passed = self.base_pass(token_ids, positions)
+        back = tokens_back(passed.positions, drafted, self.longest_context, draw=self.training)
+        return ExitOutputs(self.target_states(passed.last), self.exit_states(passed, back))
+
+    @torch.no_grad()
+    def base_pass(self, token_ids: Tensor, positions: Tensor | None = None) -> BasePass:
+        """The base's part of `forward`, for heads that are to run several times."""
         positions, attention = self._prepare(token_ids, positions)
         layers = [*(e.layer for e in self.exits), self.family.num_layers]
-        with torch.no_grad():
-            *below, last = self._hidden_after(layers, token_ids, positions, attention)
-            target = self.target_states(last)
-            if self.longest_context:
-                below = self._with_contexts(below, last, positions, drafted)
-        exits = {e.name: self.heads[e.name](h, positions, **attention) for e, h in zip(self.exits, below)}
-        return ExitOutputs(target, exits)
+        *below, last = self._hidden_after(layers, token_ids, positions, attention)
+        return BasePass(positions, attention, below, last)
 
-    def _with_contexts(
-        self, below: Sequence[Tensor], last: Tensor, positions: Tensor, drafted: Tensor | None
-    ) -> list[Tensor]:
-        """The exits' inputs: [B, T, D], or [B, T, 2 D] with the context behind."""
-        back = tokens_back(positions, drafted, self.longest_context, draw=self.training)
-        context = context_states(last, back)
-        return [torch.cat([h, context], dim=-1) if e.context else h for e, h in zip(self.exits, below)]
+    def exit_states(self, passed: BasePass, back: Tensor) -> dict[str, Tensor]:
+        """Exit name → [B, T, E]; back [B, T] int64: how far back each position's context lies, 0 for none."""
+        states, context = {}, None
+        for exit_, hidden in zip(self.exits, passed.below, strict=True):
+            if exit_.context:
+                context = context_states(passed.last, back) if context is None else context
+                hidden = torch.cat([hidden, context], dim=-1)
+            states[exit_.name] = self.heads[exit_.name](hidden, passed.positions, **passed.attention)
+        return states
 
     def hidden_after(self, layers: Iterable[int], token_ids: Tensor) -> Iterator[Tensor]:
         """The base's hidden states [B, T, D] before any norm, after each number of `layers`, ascending."""
@@ -123,7 +136,8 @@ class EarlyExitModel(nn.Module):
 
     def target_states(self, hidden: Tensor) -> Tensor:
         """After all layers: [.., D] → [.., E], ready to be unembedded."""
-        return self.family.project_out(self.family.final_norm()(hidden))
+        with torch.no_grad():
+            return self.family.project_out(self.family.final_norm()(hidden))
 
     def _prepare(self, token_ids: Tensor, positions: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
         """→ positions [B, T], and what the attention function is to know of packed rows."""
@@ -166,13 +180,16 @@ class EarlyExitModel(nn.Module):
 
     # ---- the folder heads/ ----
 
-    def save_heads(self, folder: str | os.PathLike[str]) -> None:
-        """Write heads.safetensors, exits.json and the trimmed vocabularies; the folder appears whole or not at all."""
+    def save_heads(self, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
+        """Write heads.safetensors, exits.json and the trimmed vocabularies; the folder appears whole or not at all.
+
+        dtype: of the weights in the file; None: as they are.
+        """
         folder = Path(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with whole_folder(folder) as unfinished:
             save_file(
-                {k: v.detach().cpu().contiguous() for k, v in self.heads.state_dict().items()},
+                {k: v.detach().to("cpu", dtype).contiguous() for k, v in self.heads.state_dict().items()},
                 unfinished / "heads.safetensors",
             )
             for name, ids in self.draft_vocabs.items():

@@ -12,16 +12,16 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from train.base_model import load_base
+from train.base_model import dtype_of, load_base
 from train.batches import Batch
 from train.checkpoint import check_record, checkpoints_for, record_of
 from train.closed_form import fit_linear_parts
-from train.context import after_prompt
+from train.context import after_prompt, always_back
 from train.costs import check_costs, default_costs
 from train.figures import Figures
 from train.heads import ExitConfig, choose_draft_vocab
 from train.linear_loss import Judge, LossSum, Readout, exit_losses, top_ids
-from train.model import EarlyExitModel
+from train.model import EarlyExitModel, ExitOutputs
 from train.resume import random_states, set_random_states
 from train.step import Step
 
@@ -51,6 +51,7 @@ class EarlyExitModule(LightningModule):
         num_draft_tokens: γ, the longest window of drafts whose acceptance validation counts, position by position.
         costs: exit name or `target` → cost of one call as a share of a plain decoding step, for the predicted speed-up.
             Where not named: the share of the weights that the call reads.
+        heads_dtype: precision of the weights in the folder heads/, which export reads; bfloat16 takes half the space.
         max_skipped_steps: steps in a row that may be left out because loss or gradient is not finite, before training
             stops.
         closed_form_labels: labels on which the linear parts of heads are fitted in closed form before the first step,
@@ -72,6 +73,7 @@ class EarlyExitModule(LightningModule):
         betas: tuple[float, float] = (0.9, 0.95),
         num_draft_tokens: int = 4,
         costs: dict[str, float] | None = None,
+        heads_dtype: str = "float32",
         max_skipped_steps: int = 10,
         closed_form_labels: int = 16_384,
         warm_start: str | None = None,
@@ -89,6 +91,7 @@ class EarlyExitModule(LightningModule):
         if closed_form_labels < 0:
             raise ValueError(f"model.closed_form_labels={closed_form_labels} must be at least 0")
         check_costs(costs or {}, [e.name for e in exits])
+        self.heads_dtype = dtype_of(heads_dtype, "model.heads_dtype")
         self.model = EarlyExitModel(load_base(base, revision, dtype), exits)
         self.model.heads.float().train()
         if warm_start is not None:
@@ -213,7 +216,9 @@ class EarlyExitModule(LightningModule):
 
     def labels(self, batch: Batch) -> Labels:
         """The states that predict the batch's labels; the label at t is predicted at t − 1."""
-        outputs = self.model(batch.token_ids, batch.positions, after_prompt(batch.loss_mask))
+        return self._at_labels(batch, self.model(batch.token_ids, batch.positions, after_prompt(batch.loss_mask)))
+
+    def _at_labels(self, batch: Batch, outputs: ExitOutputs) -> Labels:
         mask = batch.loss_mask[:, 1:]
         begins = mask & ~batch.loss_mask[:, :-1]
         pick = {name: states[:, :-1][mask] for name, states in outputs.exits.items()}
@@ -237,12 +242,22 @@ class EarlyExitModule(LightningModule):
         self._figures = self._new_figures()
 
     def validation_step(self, batch: Batch, _: int) -> None:
-        labels = self.labels(batch)
-        picks = {"target": top_ids(labels.target, self.model.unembed)}
-        for name, states in labels.exits.items():
-            ids = self.model.draft_vocabs.get(name)
-            picks[name] = top_ids(states, self.model.exit_unembedding(name), ids)
-        self._figures.update(self._losses_of(labels), picks, labels.breaks)
+        model = self.model
+        passed, target = model.base_pass(batch.token_ids, batch.positions), None
+        drafted = after_prompt(batch.loss_mask)
+        picks: dict[str, list[Tensor]] = {e.name: [] for e in model.exits}
+        for offset in range(1, max(1, model.longest_context) + 1):  # the places of a window, whose contexts differ
+            target = model.target_states(passed.last) if target is None else target
+            states = model.exit_states(passed, always_back(passed.positions, drafted, offset))
+            labels = self._at_labels(batch, ExitOutputs(target, states))
+            if offset == 1:
+                losses = self._losses_of(labels)
+                target_picks = top_ids(labels.target, model.unembed)
+            for exit_ in model.exits if offset == 1 else [e for e in model.exits if e.context]:
+                ids = model.draft_vocabs.get(exit_.name)
+                picks[exit_.name].append(top_ids(labels.exits[exit_.name], model.exit_unembedding(exit_.name), ids))
+        by_place = {name: torch.stack(own) for name, own in picks.items()}
+        self._figures.update(losses, {"target": target_picks, **by_place}, labels.breaks)
 
     def on_validation_epoch_end(self) -> None:
         self._log_figures("val")

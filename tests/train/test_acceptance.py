@@ -36,6 +36,31 @@ def test_acceptance_walks_rounds_as_the_engine_does():
     assert acceptance.agreement == 0.9
 
 
+def test_the_draft_at_each_place_of_a_round_is_the_one_made_there():
+    """Three places: the first is right at even positions, the second at odd ones, those behind nowhere."""
+    judged = torch.zeros(9, dtype=torch.int64)
+    even = torch.arange(9) % 2
+    drafted = torch.stack([even, 1 - even, torch.ones(9, dtype=torch.int64)])
+    acceptance = Acceptance(4)
+    acceptance.update(drafted, judged, breaks(0, size=9))
+    # from 0: right, right, wrong → 3; from 3: wrong → 4; from 4 → 7; from 7: wrong → 8; from 8: right, the text ends
+    assert acceptance.num_rounds == 5 and acceptance.accepted == [3, 2, 0, 0]
+    assert acceptance.agreement == 5 / 9
+    walk = Walk(Policy(num_draft_tokens=4), [0, 0])
+    walk.update([drafted, judged], breaks(0, size=9))
+    assert walk.calls[1] == 5
+
+
+def test_a_walks_places_count_from_the_last_full_verification():
+    """The middle tier keeps all; the draft is right at the first two places after the target's own token alone."""
+    judged = torch.zeros(12, dtype=torch.int64)
+    drafted = torch.stack([judged, judged, torch.ones(12, dtype=torch.int64)])
+    walk = Walk(Policy(num_draft_tokens=2, window=4, inner_rounds=4), [0, 0, 0])
+    walk.update([drafted, judged, judged], breaks(0, size=12))
+    # a round: 2 drafts + the middle's own = 3 tokens, then 2 wrong drafts + its own = 1 token; the target adds one: 5
+    assert walk.calls == [10, 5, 3]
+
+
 def random_picks(seed, num_tiers=3, size=60):
     draw = random.Random(seed)
     return [torch.tensor([draw.randrange(2) for _ in range(size)]) for _ in range(num_tiers)]
