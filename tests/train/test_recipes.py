@@ -60,6 +60,7 @@ def flags(bases, tmp_path):
         options = {
             "--model.base": str(bases[PUBLISHED[model["base"]]["model_type"]]),
             "--model.exits": json.dumps(tiny_exits(model)),
+            "--model.warm_start": "null",
             "--data.train_files": str(rows),
             "--data.val_files": str(rows),
             **{f"--trainer.{key}": str(value) for key, value in trainer.items()},
