@@ -145,7 +145,9 @@ def print_artifact(artifact: Artifact) -> None:
     for tier in manifest.tiers:
         exit_ = exits[tier.exit]
         size = exit_.vocab_size or base.vocab_size
-        tiers.add_row(tier.name, f"{tier.start}–{tier.stop}", exit_.head, str(size))
+        tiers.add_row(
+            tier.name, f"{tier.start}–{tier.stop}", exit_.head + (", context" if exit_.has_context else ""), str(size)
+        )
     console.print(tiers)
     programs = Table("programs", "torch", "processor", "threads", "bitwise ranges")
     for program_set in artifact.programs():
