@@ -222,7 +222,7 @@ def _measure(
         programs=calls,
         infos=infos,
         spans=made.spans,
-        contexts=[e.name for e in manifest.exits if e.has_context],
+        contexts=[e.name for e in manifest.exits if e.context],
         block_size=manifest.block_size,
         num_kv_heads=base.num_kv_heads,
         head_dim=base.head_dim,
@@ -277,7 +277,7 @@ def _manifest(model: EarlyExitModel, options: ExportOptions) -> Manifest:
             head=e.head,
             vocab_size=len(model.draft_vocabs[e.name]) if e.name in model.draft_vocabs else None,
             has_kv=e.has_layer,
-            has_context=e.context > 0,
+            context=e.context,
         )
         for e in model.exits
     ]

@@ -15,7 +15,7 @@ import torch
 
 from infer.device import host_capability
 
-FORMAT_VERSION = 2  # 2: exits may read the target's state (has_context)
+FORMAT_VERSION = 2  # 2: exits may read the target's state (`context`)
 MANIFEST = "hispec.json"
 HARDWARE_BOUND = frozenset({"inductor", "tensorrt"})  # backends whose programs hold machine code
 EXPORT_AGAIN = "export it again with python -m export --output DIR (see python -m export --help)"
@@ -42,7 +42,7 @@ class ExitInfo:
     head: Literal["native", "linear", "layer", "linear_layer"]
     vocab_size: int | None  # None: the full vocabulary
     has_kv: bool
-    has_context: bool = False  # whether its program also reads the target's state of the last verified token
+    context: int = 0  # its program also reads the target's state of a token verified at most so many positions before
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -146,7 +146,7 @@ def print_artifact(artifact: Artifact) -> None:
         exit_ = exits[tier.exit]
         size = exit_.vocab_size or base.vocab_size
         tiers.add_row(
-            tier.name, f"{tier.start}–{tier.stop}", exit_.head + (", context" if exit_.has_context else ""), str(size)
+            tier.name, f"{tier.start}–{tier.stop}", exit_.head + (", context" if exit_.context else ""), str(size)
         )
     console.print(tiers)
     programs = Table("programs", "torch", "processor", "threads", "bitwise ranges")

@@ -146,7 +146,7 @@ class Runner:
             x = self._call(_ungraphed(self._trunks[tier]), x, query)
             if tier in tiers_with_exit and self.exits[tier].has_kv:
                 # a prompt has no context, so that its pages do not depend on where a cached prefix ended
-                states = torch.cat([x, torch.zeros_like(x)], dim=-1) if self.exits[tier].has_context else x
+                states = torch.cat([x, torch.zeros_like(x)], dim=-1) if self.exits[tier].context else x
                 self._call(_ungraphed(self._exits[tier]), states, query)
         last = span.stop - 1  # where the first window's context will be
         self._rings[-1][row.ring * RING_SIZE + last % RING_SIZE] = x[0, last - span.start]
@@ -209,8 +209,8 @@ class Runner:
         for part, spans in self._parts(rows, begins, program[1]):
             query = self._query(part, spans)
             x = self._read_ring(tier, query)
-            if self.exits[tier].has_context:
-                x = torch.cat([x, self._contexts(part, query)], dim=-1)
+            if self.exits[tier].context:
+                x = torch.cat([x, self._contexts(part, query, self.exits[tier].context)], dim=-1)
             if has_kv:
                 out = self._call(program, x, query).flatten(0, 1)
             else:
@@ -265,9 +265,10 @@ class Runner:
         batch, width = query.positions.shape
         return self._rings[tier][query.ring].view(batch, width, -1)
 
-    def _contexts(self, rows: Sequence[Row], query: Query) -> Tensor:
-        """[B, T, D]: the target's state of each row's last verified token, for the positions after that token; zeros
-        for those before, which an exit has yet to catch up with, and in rows where that state was never computed."""
+    def _contexts(self, rows: Sequence[Row], query: Query, reach: int) -> Tensor:
+        """[B, T, D]: the target's state of each row's last verified token, for the `reach` positions after that token;
+        zeros beyond them, for those before, which an exit has yet to catch up with, and in rows where that state was
+        never computed."""
         begins, rings = [], []
         for row in rows:
             cursor, has_state = row.cursors[-1], row.cursors[-1] > row.first_state
@@ -275,7 +276,8 @@ class Runner:
             rings.append(row.ring * RING_SIZE + (cursor - 1) % RING_SIZE if has_state else 0)
         first, ring = to_device(torch.tensor([begins, rings]), self.device)
         states = self._rings[-1][ring].unsqueeze(1)  # [B, 1, D]
-        return torch.where((query.positions >= first.unsqueeze(1)).unsqueeze(-1), states, 0.0)
+        places = query.positions - first.unsqueeze(1)  # 0 for the first position after that token
+        return torch.where(((places >= 0) & (places < reach)).unsqueeze(-1), states, 0.0)
 
     @staticmethod
     def _call(program: tuple[Program, Range, list[Tensor]], x: Tensor, query: Query) -> Tensor:

@@ -99,7 +99,7 @@ def make_manifest(model: EarlyExitModel, prefill_chunk: int = 8, max_model_len: 
             head=e.head,
             vocab_size=e.vocab_size,
             has_kv=e.has_layer,
-            has_context=e.context > 0,
+            context=e.context,
         )
         for e in [*model.exits, ExitConfig(name="target", layer=family.num_layers, head="native")]
     ]

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from train.base_model import base_fingerprint
+from train.heads import exit_configs
 from train.model import EarlyExitModel
 
 MONITOR = "val/acceptance_length"
@@ -134,7 +135,7 @@ def check_record(model: EarlyExitModel, record: Any) -> dict[str, Any]:
     """The record, if it fits `model`; else ValueError that says what differs."""
     if not isinstance(record, dict):
         raise ValueError("the checkpoint was not written by `python -m train fit`: it has no record of exits")
-    if record["exits"] != _plain_exits(model):
+    if exit_configs(record["exits"]) != list(model.exits):
         raise ValueError(
             f"the checkpoint holds the exits {record['exits']}, but the config asks for {_plain_exits(model)}. "
             "To go on with that run make model.exits equal; to train other exits start anew, without --ckpt_path"

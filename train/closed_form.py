@@ -15,7 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from train.batches import collate
+from train.batches import collate, widen
 from train.chat import Encoded
 from train.context import after_prompt, context_states, tokens_back
 from train.heads import ExitHead
@@ -35,11 +35,11 @@ def fit_linear_parts(model: EarlyExitModel, rows: Sequence[Encoded], num_labels:
     parts = {name: found for name, found in parts.items() if found}
     size, device = model.family.hidden_size, model.family.unembedding.device
     sums = {name: [Moments([size] * len(p), size, device) for _ in range(2)] for name, p in parts.items()}
-    seen = 0
+    seen, draw = 0, torch.Generator().manual_seed(0)
     for number, row in enumerate(rows):
         if not parts or seen >= num_labels:
             break
-        for name, (features, rest) in _observations(model, row, list(parts)).items():
+        for name, (features, rest) in _observations(model, row, list(parts), draw).items():
             sums[name][number % TUNING_EVERY == TUNING_EVERY - 1].add(features, rest)
         seen += row.num_labels
     fits = {}
@@ -59,17 +59,19 @@ def linear_parts(head: ExitHead) -> list[nn.Linear]:
 
 
 @torch.no_grad()
-def _observations(model: EarlyExitModel, row: Encoded, names: Sequence[str]) -> dict[str, tuple[Tensor, Tensor]]:
+def _observations(
+    model: EarlyExitModel, row: Encoded, names: Sequence[str], draw: torch.Generator
+) -> dict[str, tuple[Tensor, Tensor]]:
     """Exit name → features [N, D or 2 D] and what W and C are to add to the exit's hidden states [N, D]."""
-    batch = collate([row])
+    batch = widen(collate([row]), model.family.max_positions)
     device, num_layers = model.family.unembedding.device, model.family.num_layers
     exits = {e.name: e for e in model.exits if e.name in names}
     depths = sorted({e.layer for e in exits.values()} | {num_layers - 1, num_layers})
     hidden = dict(zip(depths, model.hidden_after(depths, batch.token_ids.to(device))))
     before_label = batch.loss_mask[0, 1:].nonzero().flatten().to(device)
     drafted = after_prompt(batch.loss_mask).to(device)
-    positions = torch.arange(len(row.token_ids), device=device).unsqueeze(0)
-    back = tokens_back(positions, drafted, model.longest_context, draw=True)
+    positions = torch.arange(batch.token_ids.shape[1], device=device).unsqueeze(0)
+    back = tokens_back(positions, drafted, model.longest_context, draw)
     found = {}
     for name, exit_ in exits.items():
         head = cast(ExitHead, model.heads[name])
@@ -79,7 +81,8 @@ def _observations(model: EarlyExitModel, row: Encoded, names: Sequence[str]) -> 
         if exit_.head in ("linear", "linear_layer"):
             features.append(below)
         if head.entry is not None and head.entry.context_norm is not None:
-            features.append(head.entry.context_norm(context_states(hidden[num_layers], back)))
+            states = context_states(hidden[num_layers], torch.where(back <= exit_.context, back, 0))
+            features.append(head.entry.context_norm(states.to(head.dtype)))
         rest = wanted.double() - below.double()
         found[name] = torch.cat([f[0, before_label].double() for f in features], dim=-1), rest[0, before_label]
     return found

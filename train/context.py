@@ -21,29 +21,29 @@ def after_prompt(loss_mask: Tensor) -> Tensor:
     return drafted
 
 
-def tokens_back(positions: Tensor, drafted: Tensor | None, longest: int, *, draw: bool) -> Tensor:
+def tokens_back(positions: Tensor, drafted: Tensor | None, longest: int, draw: torch.Generator | None = None) -> Tensor:
     """How far back the verified token lies: [B, T] int64, 1 … `longest`, or 0 where a position has no context.
 
     Args:
         positions: [B, T] int64, 0 where a packed row begins.
         drafted: [B, T] bool, positions that come after a prompt; None: there are none.
         longest: a window holds 1 … `longest` positions with a context; the longest are followed by one without.
-        draw: take every row's window length and phase from torch's generator; else they go by the row's number.
+        draw: a CPU generator of every row's window length and phase; without one they go by the row's number.
     """
     if drafted is None or not longest:
         return torch.zeros_like(positions)
-    rows = torch.arange(len(positions), device=positions.device)
-    if draw:
-        length, phase = torch.randint(0, 2**31, (2, len(rows)), device=positions.device)
+    if draw is not None:
+        length, phase = torch.randint(0, 2**31, (2, len(positions)), generator=draw).to(positions.device)
     else:
-        length, phase = rows, rows // (longest + 1)
+        length = torch.arange(len(positions), device=positions.device)
+        phase = length // (longest + 1)
     length = 1 + length % (longest + 1)  # [B] 1 … longest + 1
     back = 1 + (positions + phase.unsqueeze(-1)) % length.unsqueeze(-1)
     return torch.where(drafted & (back <= longest) & (back <= positions), back, 0)
 
 
 def always_back(positions: Tensor, drafted: Tensor, offset: int) -> Tensor:
-    """As `tokens_back`, with every context the same number of tokens back: what drafts at one place of a window see."""
+    """As `tokens_back`, with every context `offset` tokens back: what drafts at one place of a window see."""
     return torch.where(drafted & (positions >= offset), offset, 0)
 
 
@@ -51,4 +51,4 @@ def context_states(last: Tensor, back: Tensor) -> Tensor:
     """last [B, T, D], the target's hidden states, → those `back` [B, T] positions earlier, zeros where that is 0."""
     columns = torch.arange(last.shape[1], device=last.device) - back
     states = last.gather(1, columns.unsqueeze(-1).expand_as(last))
-    return states * (back > 0).unsqueeze(-1)
+    return torch.where((back > 0).unsqueeze(-1), states, 0.0)  # not a product: padding may hold inf in float16

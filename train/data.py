@@ -26,10 +26,6 @@ from train.lint import Lint, check_row
 from train.resume import resumable
 from train.rows import Row, expand_sources, read_rows
 
-# Batches are as long as a multiple of this: on CPU every new length costs 16 MB for oneDNN's kernels, kept to the end,
-# and the time to make them
-_WIDTH = 32
-
 _SHOWN = 5  # bad rows that an error lists in full
 
 
@@ -189,7 +185,7 @@ def _num_tokens(row: Encoded) -> int:
 
 def _collate_one(packing: bool, limit: int, batches: list[Any]) -> Batch:
     (batch,) = batches
-    return widen(collate_packed(batch) if packing else collate(batch), _WIDTH, limit)
+    return widen(collate_packed(batch) if packing else collate(batch), limit)
 
 
 def _read_all(sources: Sequence[str]) -> list[Row]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from train.batches import collate
+from train.batches import collate, widen
 from train.chat import Encoded
 from train.heads import ExitConfig, ExitHead, HeadKind
 from train.linear_loss import CHUNK
@@ -51,7 +51,7 @@ def exits_everywhere(base: PreTrainedModel, head: HeadKind, draft_vocab: Tensor 
 @torch.no_grad()
 def label_states(model: EarlyExitModel, row: Encoded) -> list[Tensor]:
     """What predicts the row's labels: the base's hidden states [N, D] after 1 … L layers, before any norm."""
-    batch = collate([row])
+    batch = widen(collate([row]), model.family.max_positions)
     device = model.family.unembedding.device
     before_label = batch.loss_mask[0, 1:].nonzero().flatten().to(device)  # [N]
     layers = range(1, model.family.num_layers + 1)

@@ -29,9 +29,7 @@ from train.linear_loss import CHUNK, Judge, Readout, exit_losses
 from train.model import EarlyExitModel
 
 GB = 10**9
-PROCESS = (
-    3 * GB // 4
-)  # Python with its libraries 0.57 GB; the rest are oneDNN's kernels and what the heap wastes, as seen on a CPU with
+# Python with its libraries 0.57 GB; the rest are oneDNN's kernels and what the heap wastes, as seen on a CPU with
 # SmolLM2: estimated 1.53, 1.73, 2.71 GB; `fit` took 1.42 in 8 steps and 1.69 in an epoch, 1.68, 2.57. On a GPU the
 # CUDA context and the allocator are taken to need as much.
 PROCESS = 9 * GB // 10

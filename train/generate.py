@@ -83,7 +83,9 @@ def _author(options: GenerateOptions, texts: RowTexts) -> Author:
 
     from infer.device import check_device
 
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    # An artifact is made for one device, most often the CPU
+    usual = "cuda" if options.artifact is None and torch.cuda.is_available() else "cpu"
+    device = options.device or usual
     check_device(device)
     if options.artifact is not None:
         from infer import LLM

@@ -20,7 +20,7 @@ class GenerateOptions:
         output: JSONL file; rows that it holds already are not written again.
         artifact: folder of `python -m export` whose engine writes; None leaves it to Hugging Face.
         strategy: the engine's, as `infer.LLM` takes it.
-        device: `cpu` or `cuda`; None takes the GPU where there is one.
+        device: `cpu` or `cuda`; None takes the GPU where there is one, and with an artifact the CPU.
         dtype: None is the artifact's first, and bfloat16 without one.
         prompts: source of what is to be answered; None lets the base ask itself.
         num_samples: rows to write; with `prompts` the first so many, None all.
@@ -105,7 +105,7 @@ def parse_options(argv: Sequence[str]) -> GenerateOptions:
     parser.add_argument("--revision", help="a hub id's revision")
     parser.add_argument("--artifact", type=Path, help="folder of `python -m export`: our engine writes with it")
     parser.add_argument("--strategy", default="auto", help="with --artifact: autoregressive, layerskip, hispec or auto")
-    parser.add_argument("--device", help="cpu or cuda, with --artifact as exported; else the GPU where there is one")
+    parser.add_argument("--device", help="cpu or cuda; default: with --artifact cpu, else the GPU where there is one")
     parser.add_argument("--output", type=Path, required=True, help="JSONL file; a second run goes on where it ends")
     parser.add_argument(
         "--prompts",

@@ -180,9 +180,13 @@ class ExitHead(nn.Module):
         return self._family.project_out(norm(hidden).to(self._family.unembedding.dtype))
 
     def _cast(self, hidden: Tensor) -> Tensor:
-        """To the precision of the head, which in training is float32 whatever the base's is."""
+        return hidden if self.dtype is None else hidden.to(self.dtype)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of the head's own weights, which in training is float32 whatever the base's is; None where it has none."""
         own = next(self.parameters(), None)
-        return hidden if own is None else hidden.to(own.dtype)
+        return None if own is None else own.dtype
 
 
 def choose_draft_vocab(counts: Tensor, size: int, always: Sequence[int]) -> Tensor:

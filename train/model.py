@@ -99,7 +99,13 @@ class EarlyExitModel(nn.Module):
         """Exits that ask for a trimmed vocabulary and have none yet."""
         return [e for e in self.exits if e.vocab_size is not None and e.name not in self.draft_vocabs]
 
-    def forward(self, token_ids: Tensor, positions: Tensor | None = None, drafted: Tensor | None = None) -> ExitOutputs:
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor | None = None,
+        drafted: Tensor | None = None,
+        draw: torch.Generator | None = None,
+    ) -> ExitOutputs:
         """The states of target and exits.
 
         Args:
@@ -107,27 +113,35 @@ class EarlyExitModel(nn.Module):
             positions: [B, T] int64 for packed rows, 0 where each begins: attention stays within a row, in the base's
                 layers and in the exits' own. None: every row begins at column 0.
             drafted: [B, T] bool, the positions at which exits with a context may be given one; None: nowhere.
+            draw: of the windows that say how far back it lies (`train.context.tokens_back`).
         """
         passed = self.base_pass(token_ids, positions)
-        back = tokens_back(passed.positions, drafted, self.longest_context, draw=self.training)
+        back = tokens_back(passed.positions, drafted, self.longest_context, draw)
         return ExitOutputs(self.target_states(passed.last), self.exit_states(passed, back))
 
-    @torch.no_grad()
     def base_pass(self, token_ids: Tensor, positions: Tensor | None = None) -> BasePass:
         """The base's part of `forward`, for heads that are to run several times."""
         positions, attention = self._prepare(token_ids, positions)
         layers = [*(e.layer for e in self.exits), self.family.num_layers]
-        *below, last = self._hidden_after(layers, token_ids, positions, attention)
+        with torch.no_grad():
+            *below, last = self._hidden_after(layers, token_ids, positions, attention)
         return BasePass(positions, attention, below, last)
 
-    def exit_states(self, passed: BasePass, back: Tensor) -> dict[str, Tensor]:
-        """Exit name → [B, T, E]; back [B, T] int64: how far back each position's context lies, 0 for none."""
-        states, context = {}, None
+    def exit_states(self, passed: BasePass, back: Tensor, *, only_context: bool = False) -> dict[str, Tensor]:
+        """Exit name → [B, T, E].
+
+        Args:
+            back: [B, T] int64, how far back each position's context lies; 0 is none, as is what lies beyond an exit's
+                own `context`.
+            only_context: leave out the exits that read none.
+        """
+        states = {}
         for exit_, hidden in zip(self.exits, passed.below, strict=True):
             if exit_.context:
-                context = context_states(passed.last, back) if context is None else context
-                hidden = torch.cat([hidden, context], dim=-1)
-            states[exit_.name] = self.heads[exit_.name](hidden, passed.positions, **passed.attention)
+                within = torch.where(back <= exit_.context, back, 0)
+                hidden = torch.cat([hidden, context_states(passed.last, within)], dim=-1)
+            if exit_.context or not only_context:
+                states[exit_.name] = self.heads[exit_.name](hidden, passed.positions, **passed.attention)
         return states
 
     def hidden_after(self, layers: Iterable[int], token_ids: Tensor) -> Iterator[Tensor]:

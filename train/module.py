@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -179,12 +180,14 @@ class EarlyExitModule(LightningModule):
 
     def _fit_linear_parts(self) -> None:
         data = getattr(self.trainer, "datamodule", None)
-        rows = [] if data is None else data.train_rows
+        rows = [] if data is None else list(data.train_rows)
+        random.Random(0).shuffle(rows)  # files may be sorted
         for name, fit in fit_linear_parts(self.model, rows, self._closed_form_labels).items():
-            rank_zero_info(
-                f"{name}: linear parts fitted in closed form, ridge {fit.ridge:g}; {fit.unexplained:.0%} of the way to "
-                "the target is left to training"
-            )
+            rank_zero_info(f"{name}: linear parts fitted in closed form, {fit}")
+        if self.trainer.world_size > 1:  # parameters were made equal before this, and sums differ in their last bits
+            for parameter in self.model.heads.parameters():
+                parameter.data.copy_(self.trainer.strategy.broadcast(parameter.data.cpu()))
+        self._closed_form_labels = 0
 
     # ---- training ----
 
@@ -192,7 +195,9 @@ class EarlyExitModule(LightningModule):
         """The loss summed over this batch's labels; `on_before_optimizer_step` divides by the step's labels."""
         if index % self.trainer.accumulate_grad_batches == 0:
             self._step.begin()  # as Lightning's zero_grad: a batch may come again after an interrupt
-        labels = self.labels(batch)
+        # Keyed by the place in the run, so that a run that was stopped and goes on sees the same windows
+        key = (self.current_epoch << 40) + (index << 16) + self.global_rank
+        labels = self.labels(batch, torch.Generator().manual_seed(key))
         num_labels = len(labels.breaks)
         total = torch.zeros((), device=self.device)
         for name, loss in self._losses_of(labels).items():
@@ -214,9 +219,10 @@ class EarlyExitModule(LightningModule):
         self._step.finish(parameters, lambda sums: trainer.strategy.reduce(sums, reduce_op="sum"), undo)
         self.log("train/skipped_steps", float(self._step.num_skipped))
 
-    def labels(self, batch: Batch) -> Labels:
+    def labels(self, batch: Batch, draw: torch.Generator | None = None) -> Labels:
         """The states that predict the batch's labels; the label at t is predicted at t − 1."""
-        return self._at_labels(batch, self.model(batch.token_ids, batch.positions, after_prompt(batch.loss_mask)))
+        outputs = self.model(batch.token_ids, batch.positions, after_prompt(batch.loss_mask), draw)
+        return self._at_labels(batch, outputs)
 
     def _at_labels(self, batch: Batch, outputs: ExitOutputs) -> Labels:
         mask = batch.loss_mask[:, 1:]
@@ -242,20 +248,20 @@ class EarlyExitModule(LightningModule):
         self._figures = self._new_figures()
 
     def validation_step(self, batch: Batch, _: int) -> None:
-        model = self.model
-        passed, target = model.base_pass(batch.token_ids, batch.positions), None
-        drafted = after_prompt(batch.loss_mask)
+        model, drafted = self.model, after_prompt(batch.loss_mask)
+        passed = model.base_pass(batch.token_ids, batch.positions)
+        target = model.target_states(passed.last)
         picks: dict[str, list[Tensor]] = {e.name: [] for e in model.exits}
-        for offset in range(1, max(1, model.longest_context) + 1):  # the places of a window, whose contexts differ
-            target = model.target_states(passed.last) if target is None else target
-            states = model.exit_states(passed, always_back(passed.positions, drafted, offset))
+        # The places of a window, whose contexts differ; the last one is that of all places without a context
+        for place in range(1, model.longest_context + 2):
+            back = always_back(passed.positions, drafted, place)
+            states = model.exit_states(passed, back, only_context=place > 1)
             labels = self._at_labels(batch, ExitOutputs(target, states))
-            if offset == 1:
+            if place == 1:
                 losses = self._losses_of(labels)
                 target_picks = top_ids(labels.target, model.unembed)
-            for exit_ in model.exits if offset == 1 else [e for e in model.exits if e.context]:
-                ids = model.draft_vocabs.get(exit_.name)
-                picks[exit_.name].append(top_ids(labels.exits[exit_.name], model.exit_unembedding(exit_.name), ids))
+            for name, own in labels.exits.items():
+                picks[name].append(top_ids(own, model.exit_unembedding(name), model.draft_vocabs.get(name)))
         by_place = {name: torch.stack(own) for name, own in picks.items()}
         self._figures.update(losses, {"target": target_picks, **by_place}, labels.breaks)
 
@@ -293,5 +299,6 @@ class EarlyExitModule(LightningModule):
         record = check_record(self.model, checkpoint.get("early_exit"))
         for name, ids in record["draft_vocabs"].items():
             self.model.set_draft_vocab(name, torch.tensor(ids, dtype=torch.int64))
-        self._closed_form_labels = 0
+        if checkpoint.get("global_step"):
+            self._closed_form_labels = 0
         self._stopped = checkpoint.get("stopped", {})

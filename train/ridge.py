@@ -26,7 +26,11 @@ class Fit(NamedTuple):
 
     weight: Tensor  # [D, X] float64, as an `nn.Linear` holds it
     ridge: float  # of RIDGES
-    unexplained: float  # share of Σ |r|² that it leaves on tokens that it was not fitted on
+    unexplained: float | None  # share of Σ |r|² that it leaves on tokens that it was not fitted on; None without such
+
+    def __str__(self) -> str:
+        left = "" if self.unexplained is None else f"; {self.unexplained:.0%} of the way to the target is left"
+        return f"ridge {self.ridge:g}{left}"
 
 
 class Moments:
@@ -85,8 +89,8 @@ def fit_linear(fitted: Moments, tuning: Moments) -> Fit:
     if not bool(torch.isfinite(fitted.power + tuning.power + fitted.gram.sum() + tuning.gram.sum())):
         raise ValueError("the base's hidden states are not finite; set model.dtype to float32 or bfloat16")
     # of equals the largest: with no tokens to tune on, the most careful one
-    error, ridge = min(
-        ((tuning.error(fitted.weight(ridge)), ridge) for ridge in RIDGES[::-1]), key=lambda pair: pair[0]
-    )
+    tried = [(tuning.error(fitted.weight(ridge)), ridge) for ridge in sorted(RIDGES, reverse=True)]
+    error, ridge = min(tried, key=lambda pair: pair[0])
+    power = float(tuning.power)
     fitted.join(tuning)
-    return Fit(fitted.weight(ridge), ridge, error / max(float(tuning.power), torch.finfo(torch.float64).tiny))
+    return Fit(fitted.weight(ridge), ridge, error / power if power else None)

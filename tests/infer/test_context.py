@@ -18,12 +18,13 @@ from train.model import EarlyExitModel
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
 ROWS = PROMPTS[:6]
+REACH = 3
 
 
 def model_with_contexts() -> EarlyExitModel:
     exits = [
-        ExitConfig(name="draft", layer=1, head="linear_layer", context=3),
-        ExitConfig(name="intermediate", layer=3, head="layer", context=3),
+        ExitConfig(name="draft", layer=1, head="linear_layer", context=REACH),
+        ExitConfig(name="intermediate", layer=3, head="layer", context=REACH),
     ]
     model = make_model(exits=exits)
     generator = torch.Generator().manual_seed(2)
@@ -40,8 +41,8 @@ class Watched:
         self.seen: list[tuple[list[int], int, int, Tensor]] = []
         contexts_of = Runner._contexts
 
-        def contexts(runner: Runner, rows: Sequence[Any], query: Any) -> Tensor:
-            found = contexts_of(runner, rows, query)
+        def contexts(runner: Runner, rows: Sequence[Any], query: Any, reach: int) -> Tensor:
+            found = contexts_of(runner, rows, query, reach)
             for row, positions, states in zip(rows, query.positions.tolist(), found, strict=True):
                 for position, state in zip(positions, states, strict=True):
                     if position >= 0:
@@ -63,19 +64,19 @@ def target_states(model: EarlyExitModel, token_ids: list[int]) -> Tensor:
 @pytest.mark.parametrize("bitwise_range", [None, (1, 4)])
 def test_it_is_the_targets_state_of_the_last_verified_token(strategy, bitwise_range, monkeypatch):
     model, watched = model_with_contexts(), Watched(monkeypatch)
-    tiny = Tiny(model, strategy, Policy(num_draft_tokens=3, window=4, inner_rounds=2), bitwise_range=bitwise_range)
+    tiny = Tiny(model, strategy, Policy(num_draft_tokens=4, window=5, inner_rounds=2), bitwise_range=bitwise_range)
     got = [r.token_ids for r in tiny.generate(ROWS, GREEDY)]
     assert got == [hf_greedy(model, p, 20) for p in ROWS]
     with_state = 0
     for token_ids, position, cursor, state in watched.seen:
-        if position < cursor or cursor == 0:
-            assert not state.any(), "a position that the target has passed, or a row of which it has seen nothing"
+        if not cursor <= position < cursor + REACH or cursor == 0:
+            assert not state.any(), "too far, passed by the target already, or in a row of which it has seen nothing"
         else:
             torch.testing.assert_close(state, target_states(model, token_ids[:cursor])[-1], atol=1e-4, rtol=1e-4)
             with_state += 1
     assert with_state > 50
     distances = {position - cursor for _, position, cursor, _ in watched.seen}
-    assert {0, 1, 2} <= distances, "drafted positions of a window share the state before it"
+    assert {0, 1, 2, 3} <= distances, "drafted positions of a window share the state before it"
 
 
 def test_a_row_that_begins_behind_a_cached_prefix_has_none_until_the_target_has_run(monkeypatch):
@@ -90,7 +91,7 @@ def test_a_row_that_begins_behind_a_cached_prefix_has_none_until_the_target_has_
     for token_ids, position, cursor, state in watched.seen:
         if cursor == 16:
             assert not state.any(), "the ring may hold another request's states"
-        elif position >= cursor:
+        elif cursor <= position < cursor + REACH:
             torch.testing.assert_close(state, target_states(model, token_ids[:cursor])[-1], atol=1e-4, rtol=1e-4)
 
 
@@ -108,7 +109,7 @@ def test_the_exit_reads_it():
     drafted = []
 
     def rig(row: Any, tier: int, position: int, logits: Tensor) -> Tensor:
-        if tier == 0 and row.cursors[-1]:
+        if tier == 0 and row.cursors[-1] and position - 1 < row.cursors[-1] + REACH:
             drafted.append((int(logits.argmax()), row.token_ids[row.cursors[-1]]))
         return logits
 

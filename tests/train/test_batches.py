@@ -141,7 +141,7 @@ def ungraded_forward(model, batch):
 def test_widening_adds_padding_without_labels_up_to_the_limit(put_together):
     batch = put_together(rows_of([5, 13]))
     width = batch.token_ids.shape[1]
-    wide = widen(batch, 32, 40)
+    wide = widen(batch, 40)
     assert wide.token_ids.shape[1] == wide.loss_mask.shape[1] == 32
     assert torch.equal(wide.token_ids[:, :width], batch.token_ids)
     assert torch.equal(wide.loss_mask[:, :width], batch.loss_mask) and not wide.loss_mask[:, width:].any()
@@ -149,6 +149,6 @@ def test_widening_adds_padding_without_labels_up_to_the_limit(put_together):
         assert wide.positions is None
     else:
         assert not wide.positions[:, width:].any() and torch.equal(wide.positions[:, :width], batch.positions)
-    assert widen(batch, 32, 20).token_ids.shape[1] == 20
-    assert widen(batch, 32, 4).token_ids.shape[1] == width
-    assert widen(wide, 32, 100).token_ids.shape[1] == 32
+    assert widen(batch, 20).token_ids.shape[1] == 20
+    assert widen(batch, 4).token_ids.shape[1] == width
+    assert widen(wide, 100).token_ids.shape[1] == 32
