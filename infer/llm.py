@@ -60,7 +60,9 @@ class LLM:
             the strategy, where two logits lie within the last bits of each other.
         num_draft_tokens, window, inner_rounds: the policy's γ, N_i and R.
         verification: `identity` gives sampled requests plain decoding's very tokens; `rejection` accepts more of them
-            and gives plain decoding's law. Greedy requests get the same tokens by either.
+            and gives plain decoding's law. Greedy requests get the same tokens by either. What `rejection` says to a
+            seed depends on what was drafted, and so, with exits that read the target's state (`context`), on the prefix
+            cache and on preemption too, which change what they are given.
         seed: draws the seeds of requests that bring none; None draws them from the system.
 
     Raises:
