@@ -134,7 +134,7 @@ class GrammarState:
         """What may come after output[:start] and after each of the `count` - 1 next longer prefixes.
 
         After the text's end, only EOS. After a token that the grammar refuses, anything: only the guess of an exit that
-        had no token to pick is refused, and no judge accepts it.
+        had no token to pick, or one looked up in the text, is refused, and no judge accepts it.
 
         Returns:
             [count, W] int32 on CPU

@@ -3,7 +3,8 @@
 Drafting, verifying early and verifying fully are the same act: bring a tier to the row's end, let its exit judge the
 tokens at every position it had not seen, keep those that it accepts, and append its own token after them (`judging`).
 With nothing proposed that act drafts one token. So a strategy is a list of stages, plain decoding a list of one;
-nothing here knows which strategy it serves, or by which rule tokens are accepted.
+nothing here knows which strategy it serves, or by which rule tokens are accepted. A first stage may look its proposals
+up in the row's own text (`ngram`); what it finds there takes the place of what its exit would have drafted.
 """
 
 # Shape legend: N tokens of all rows together, V vocabulary
@@ -16,8 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from infer.batch import RING_SIZE
 from infer.judging import IdentityRule, Lines, Rule
 from infer.logprobs import score
+from infer.ngram import Lookup, NgramIndex
 from infer.processors import Processors
 from infer.row import Row
 from infer.runner import ProgramError, Runner
@@ -36,14 +39,17 @@ class Stage:
     """One judge of a round; what the stage below it proposes, it verifies.
 
     Args:
-        tier: whose exit judges.
-        repeats: how often the stage acts while the stage above waits: γ for the drafting stage, R for the next.
+        tier: whose exit judges; the target's where none does.
+        repeats: how often the stage acts while the stage above waits: γ for the drafting stage, R for the next, 0 for
+            one that only looks up.
         window: the stage stops repeating for a row once this many of its tokens wait for the target.
+        lookup: of the first stage: it looks for proposals in the row's text, and acts in rows without any.
     """
 
     tier: int
     repeats: int
     window: int
+    lookup: Lookup | None = None
 
 
 class _Batch:
@@ -74,7 +80,8 @@ class Round:
 
     @property
     def judging_tiers(self) -> list[int]:
-        return [stage.tier for stage in self.stages]
+        """Those whose exits read what is computed."""
+        return [stage.tier for stage in self.stages if stage.repeats]
 
     @property
     def reach(self) -> int:
@@ -92,6 +99,8 @@ class Round:
             row.stats[level].add(num_drafted, num_accepted)
 
     def _run_stage(self, rows: list[Row], level: int) -> None:
+        if self.stages[level].lookup is not None:
+            rows = self._look_up(rows, level)
         for _ in range(self.stages[level].repeats):
             rows = [row for row in rows if self._has_room(row, level)]
             if not rows:
@@ -102,12 +111,46 @@ class Round:
 
     def _has_room(self, row: Row, level: int) -> bool:
         """Whether the stage may append a token: every stage above it must still be able to append its own."""
-        num_above = len(self.stages) - 1 - level
+        num_above = self._num_above(level)
         if num_above == 0:
             return True
         num_tokens = len(row.token_ids)
         num_waiting = num_tokens - row.cursors[-1] - 1
         return num_waiting < self.stages[level].window and num_tokens + 1 + num_above <= row.max_len
+
+    def _num_above(self, level: int) -> int:
+        return len(self.stages) - 1 - level
+
+    def _look_up(self, rows: list[Row], level: int) -> list[Row]:
+        """Append what the rows' own texts propose; the rows whose text proposes nothing."""
+        stage = self.stages[level]
+        lookup = stage.lookup
+        assert lookup is not None and level == 0, "what is looked up follows committed tokens"
+        found: dict[Row, list[int]] = {}
+        for row in rows:
+            if row.ngrams is None:
+                row.ngrams = NgramIndex(lookup.max_ngram, lookup.min_ngram)
+            num_free = max(0, row.max_len - len(row) - self._num_above(level))
+            if tokens := row.ngrams.propose(row.token_ids, min(lookup.num_tokens, num_free)):
+                found[row] = tokens
+        self._catch_up([row for row in found if self._is_late(row, stage, lookup)], stage.tier)
+        for row, tokens in found.items():
+            for token_id in tokens:
+                row.append(token_id)
+            self.rule.note_proposal(row, level, tokens)
+        return [row for row in rows if row not in found]
+
+    def _is_late(self, row: Row, stage: Stage, lookup: Lookup) -> bool:
+        """Whether the stage's exit, which looking up passes over, must compute its own keys now: the states that it
+        reads wait in a ring, and this round's, with the token after them, would write over the first of them."""
+        if not stage.repeats or not self.runner.exits[stage.tier].has_kv:
+            return False
+        return len(row) + lookup.num_tokens - row.exit_cursors[stage.tier] >= RING_SIZE
+
+    def _catch_up(self, rows: list[Row], tier: int) -> None:
+        """Once in many rounds, so a draft that nobody reads is cheaper than a way of its own."""
+        if rows:
+            self.runner.score(rows, tier)
 
     def _judge(self, rows: list[Row], level: int) -> None:
         """Score what is new to the stage's tier, accept what the rule lets pass, append the judge's own token."""

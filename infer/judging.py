@@ -57,6 +57,9 @@ class Rule(Protocol):
     def begin(self, rows: Sequence[Row]) -> None:
         """A round begins: whatever was drafted in these rows before is forgotten."""
 
+    def note_proposal(self, row: Row, level: int, token_ids: Sequence[int]) -> None:
+        """The stage has appended these tokens without a draw, as the row's committed tokens alone decide them."""
+
     def judge(self, lines: Lines) -> Ruling:
         """Accept what can be accepted of `lines.drafted`, and give the judge's own token after it."""
 
@@ -69,6 +72,9 @@ class IdentityRule:
 
     def begin(self, rows: Sequence[Row]) -> None:
         """Nothing is kept between calls."""
+
+    def note_proposal(self, row: Row, level: int, token_ids: Sequence[int]) -> None:
+        """It does not matter where a token comes from."""
 
     def judge(self, lines: Lines) -> Ruling:
         params = lines.row_params if lines.row_params.all_greedy else lines.params()

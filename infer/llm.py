@@ -42,8 +42,7 @@ class LLM:
 
     Args:
         artifact: folder that `python -m export` wrote.
-        strategy: `autoregressive`, `layerskip` or `hispec`; `auto` is `autoregressive`, the one that
-            is never slower than it.
+        strategy: one of `strategy.STRATEGIES`; `auto` is `autoregressive`, the one that is never slower than it.
         backend: `inductor`, `eager`, or `auto` for the fastest that the artifact holds.
         dtype: `float32` or `bfloat16`, as exported; None takes the artifact's first.
         device: `cpu` or `cuda`, as exported.
@@ -59,6 +58,8 @@ class LLM:
             it, as export measured. False is the fastest: a token may then depend on its neighbours in the batch and on
             the strategy, where two logits lie within the last bits of each other.
         num_draft_tokens, window, inner_rounds: the policy's γ, N_i and R.
+        num_lookup_tokens, max_ngram, min_ngram: how many tokens are proposed out of a row's own text, and the most and
+            fewest of its last tokens that are looked for there: vLLM's prompt_lookup_max and prompt_lookup_min.
         verification: `identity` gives sampled requests plain decoding's very tokens; `rejection` accepts more of them
             and gives plain decoding's law. Greedy requests get the same tokens by either. What `rejection` says to a
             seed depends on what was drafted, and so, with exits that read the target's state (`context`), on the prefix
@@ -87,10 +88,20 @@ class LLM:
         num_draft_tokens: int = 2,
         window: int = 4,
         inner_rounds: int = 4,
+        num_lookup_tokens: int = 8,
+        max_ngram: int = 4,
+        min_ngram: int = 2,
         verification: str = "identity",
         seed: int | None = None,
     ) -> None:
-        policy = Policy(num_draft_tokens=num_draft_tokens, window=window, inner_rounds=inner_rounds)
+        policy = Policy(
+            num_draft_tokens=num_draft_tokens,
+            window=window,
+            inner_rounds=inner_rounds,
+            num_lookup_tokens=num_lookup_tokens,
+            max_ngram=max_ngram,
+            min_ngram=min_ngram,
+        )
         strategy = "autoregressive" if strategy == "auto" else strategy
         for name, value, least in (
             ("max_num_seqs", max_num_seqs, 1),
@@ -185,8 +196,8 @@ class LLM:
 
     @property
     def judge_names(self) -> tuple[str, ...]:
-        """Names of the tiers that the strategy uses, by depth; the first of several only drafts."""
-        return tuple(self.manifest.tiers[tier].name for tier in self.engine.round.judging_tiers)
+        """Names of the stages' tiers, by depth; the first of several only proposes."""
+        return tuple(self.manifest.tiers[stage.tier].name for stage in self.engine.round.stages)
 
     def generate(
         self,

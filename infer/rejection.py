@@ -10,8 +10,10 @@ then distributed exactly as p alone would have it, so that p is the q of the nex
                     (block verification: Sun et al., arXiv 2403.10444, Algorithm 2), never fewer tokens on average
 
 Both are exact as long as the decision to draft a further token looks at earlier tokens and what became of them, never
-at the token itself: stages stop by counts alone. Randomness is drawn anew for every decision, from a stream of the
-row's own, so that a row depends on its seed and strategy, but not on its neighbours.
+at the token itself: stages stop by counts alone. What is looked up in a row's text follows from its committed tokens,
+so there q is 1 on the token x: it is kept with chance p(x), and what is left over p is p without x. Randomness is drawn
+anew for every decision, from a stream of the row's own, so that a row depends on its seed and strategy, but not on its
+neighbours.
 
 All laws stand over the whole vocabulary, zero where a trimmed exit has no id: 8 bytes × vocabulary for each token that
 waits for a judge. The mathematics (`token_chances` … `left_over`) is plain NumPy and runs over fractions as well, by
@@ -104,6 +106,13 @@ class RejectionRule:
             row: _RowState(np.random.Generator(np.random.Philox(key)), [[] for _ in range(self._num_stages)])
             for row, key in keys.items()
         }
+
+    def note_proposal(self, row: Row, level: int, token_ids: Sequence[int]) -> None:
+        """Each token was certain."""
+        for token_id in token_ids:
+            law = np.zeros(self._vocab_size)
+            law[token_id] = 1.0
+            self._states[row].laws[level].append(law)
 
     def judge(self, lines: Lines) -> Ruling:
         laws, is_broken = self._laws(lines)

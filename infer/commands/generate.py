@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--prompts", type=Path, help=".jsonl (prompt, turns or messages), .txt, or a folder of .jsonl")
     parser.add_argument("--output", type=Path, help="write one JSON object per text to this file")
     parser.add_argument("--n", type=int, default=1, help="texts per prompt, each with noise of its own (default 1)")
-    parser.add_argument("--strategy", default="auto", help="autoregressive, layerskip, hispec or auto (default)")
+    parser.add_argument("--strategy", default="auto", help="e.g. layerskip, hispec, prompt_lookup; auto (default)")
     parser.add_argument("--raw", action="store_true", help="complete the text itself, without the chat template")
     parser.add_argument("--check", action="store_true", help="also decode plainly and compare token by token")
     parser.set_defaults(run=_run)

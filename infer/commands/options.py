@@ -28,6 +28,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--inner-rounds", type=int, default=4, help="R, early verifications per target call (default 4)"
     )
+    parser.add_argument(
+        "--num-lookup-tokens", type=int, default=8, help="k, most tokens looked up in a row's own text (default 8)"
+    )
+    parser.add_argument("--max-ngram", type=int, default=4, help="most of its last tokens looked for (default 4)")
+    parser.add_argument("--min-ngram", type=int, default=2, help="fewest of them (default 2)")
     parser.add_argument("--max-num-seqs", type=int, default=16, help="most prompts at once (default 16)")
     parser.add_argument(
         "--max-num-prefill-tokens", type=int, default=512, help="most prompt tokens between two rounds (default 512)"
@@ -52,7 +57,14 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 def policy_of(args: argparse.Namespace) -> Policy:
     from infer.strategy import Policy
 
-    return Policy(num_draft_tokens=args.num_draft_tokens, window=args.window, inner_rounds=args.inner_rounds)
+    return Policy(
+        num_draft_tokens=args.num_draft_tokens,
+        window=args.window,
+        inner_rounds=args.inner_rounds,
+        num_lookup_tokens=args.num_lookup_tokens,
+        max_ngram=args.max_ngram,
+        min_ngram=args.min_ngram,
+    )
 
 
 def load_llm(args: argparse.Namespace, strategy: str, verification: str = "identity") -> LLM:
@@ -74,6 +86,9 @@ def load_llm(args: argparse.Namespace, strategy: str, verification: str = "ident
         num_draft_tokens=args.num_draft_tokens,
         window=args.window,
         inner_rounds=args.inner_rounds,
+        num_lookup_tokens=args.num_lookup_tokens,
+        max_ngram=args.max_ngram,
+        min_ngram=args.min_ngram,
         verification=verification,
     )
 

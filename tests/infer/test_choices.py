@@ -54,7 +54,8 @@ def test_each_choice_gives_what_it_gives_alone(strategy, prompt):
 @pytest.mark.parametrize(("num_blocks", "max_num_seqs"), [(256, 2), (256, 8), (12, 8), (9, 3)])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_choices_in_a_batch_and_a_pool_too_small_for_them_stay_the_same(strategy, num_blocks, max_num_seqs):
-    tiny = Tiny(model_of(), strategy, Policy(num_draft_tokens=3), num_blocks=num_blocks, max_num_seqs=max_num_seqs)
+    policy = Policy(num_draft_tokens=3, num_lookup_tokens=3)  # with long rounds rows are admitted one by one
+    tiny = Tiny(model_of(), strategy, policy, num_blocks=num_blocks, max_num_seqs=max_num_seqs)
     prompts = [LENGTHS[4], LENGTHS[1], LENGTHS[3]]
     got = tiny.generate(prompts, [sampled(3, seed) for seed in range(3)])
     assert [texts(r) for r in got] == [alone(p, 3, seed) for seed, p in enumerate(prompts)]
@@ -93,7 +94,7 @@ def test_the_prompt_is_computed_once_and_its_whole_blocks_are_shared(max_num_seq
     assert all_is_free(tiny)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+@pytest.mark.parametrize("strategy", ["layerskip", "hispec"])  # what is looked up has no noise
 def test_drafts_of_every_choice_have_its_own_noise(strategy):
     """Else those of a twin of the target would be rejected for all choices but the first: worse, not wrong."""
     tiny = Tiny(twin_model(), strategy)

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import fields
 
 import pytest
 import torch
@@ -225,11 +226,17 @@ def test_output_names_the_judges_and_counts_what_they_saw():
 # ---- policies ----
 
 
-@pytest.mark.parametrize("name", ["num_draft_tokens", "window", "inner_rounds"])
+@pytest.mark.parametrize("name", [field.name for field in fields(Policy)])
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, None])
 def test_a_policy_number_must_be_a_positive_whole_number(name, value):
     with pytest.raises(ValueError, match=f"{name}={value}"):
         Policy(**{name: value})
+
+
+def test_the_longest_ngram_is_at_least_the_shortest():
+    assert Policy(max_ngram=1, min_ngram=1).max_ngram == 1
+    with pytest.raises(ValueError, match="max_ngram=1 must be at least min_ngram=2"):
+        Policy(max_ngram=1)
 
 
 def test_an_unknown_strategy_is_named_with_those_that_exist():
@@ -244,6 +251,9 @@ def test_a_policy_beyond_the_exported_query_length_is_refused():
     for strategy, policy in [
         ("hispec", Policy(num_draft_tokens=16, window=16)),
         ("layerskip", Policy(num_draft_tokens=32)),
+        ("prompt_lookup", Policy(num_lookup_tokens=32)),
+        ("ngram_layerskip", Policy(num_draft_tokens=32)),
+        ("ngram_layerskip", Policy(num_lookup_tokens=32)),
     ]:
         with pytest.raises(ValueError, match=r"query of 33 tokens.*up to 32"):
             stages_of(strategy, policy, manifest)

@@ -83,7 +83,13 @@ class EngineMachine(RuleBasedStateMachine):
     @initialize(
         strategy=st.sampled_from(STRATEGIES),
         policy=st.builds(
-            Policy, num_draft_tokens=st.integers(1, 4), window=st.integers(1, 5), inner_rounds=st.integers(1, 3)
+            Policy,
+            num_draft_tokens=st.integers(1, 4),
+            window=st.integers(1, 5),
+            inner_rounds=st.integers(1, 3),
+            num_lookup_tokens=st.integers(1, 9),
+            max_ngram=st.integers(2, 4),
+            min_ngram=st.integers(1, 2),
         ),
         rig=st.sampled_from(RIGS),
         seed=st.integers(0, 2**32),

@@ -178,7 +178,12 @@ requests_ = st.lists(
     requests=requests_,
     strategy=st.sampled_from(STRATEGIES[1:]),
     policy=st.builds(
-        Policy, num_draft_tokens=st.integers(1, 5), window=st.integers(1, 6), inner_rounds=st.integers(1, 4)
+        Policy,
+        num_draft_tokens=st.integers(1, 5),
+        window=st.integers(1, 6),
+        inner_rounds=st.integers(1, 4),
+        num_lookup_tokens=st.integers(1, 9),
+        min_ngram=st.integers(1, 2),
     ),
     max_num_seqs=st.integers(1, 4),
     bitwise_range=st.sampled_from([None, (1, 1), (1, 3), (2, 3), (2, 8)]),

@@ -94,13 +94,15 @@ def test_accepted_lengths_are_a_histogram_over_drafting_rounds(k):
 @pytest.mark.parametrize("fault", [ProgramError, KeyboardInterrupt])
 @pytest.mark.parametrize("strategy", STRATEGIES[1:])
 def test_a_round_that_breaks_off_and_is_run_again_is_counted_once(strategy, fault, monkeypatch):
-    texts = texts_of("llama", PROMPTS[:2], NUM_TOKENS)
+    prompts = PROMPTS[5], PROMPTS[1]  # the first one repeats
+    texts = texts_of("llama", prompts, NUM_TOKENS)
 
     def counts(breaks: bool) -> list[TierStats]:
         """Of the first row and of all; the second one has no room to draft, and its fault breaks off a round."""
-        tiny = Tiny(model_of(), strategy, Policy(num_draft_tokens=3), rig=Script(texts, lambda *where: where[2] != 2))
+        policy = Policy(num_draft_tokens=3, num_lookup_tokens=2, min_ngram=1)
+        tiny = Tiny(model_of(), strategy, policy, rig=Script(texts, lambda *where: where[2] != 2))
         row, short = (
-            tiny.request(p, SamplingParams(temperature=0, max_tokens=n)) for p, n in zip(PROMPTS, (NUM_TOKENS, 1))
+            tiny.request(p, SamplingParams(temperature=0, max_tokens=n)) for p, n in zip(prompts, (NUM_TOKENS, 1))
         )
         tiny.engine.add(row)
         tiny.engine.step()

@@ -93,5 +93,6 @@ def test_exits_with_kv_of_their_own_count_as_layers(monkeypatch):
 
 def test_room_is_left_for_the_scores_of_any_strategy_that_may_be_chosen_later():
     manifest = make_manifest(model_of())
-    assert most_scored(Policy(num_draft_tokens=2, window=4), manifest) == 7  # hispec: N_i + γ + 1
+    assert most_scored(Policy(num_draft_tokens=2, window=4, num_lookup_tokens=3), manifest) == 7  # hispec: N_i + γ + 1
+    assert most_scored(Policy(num_draft_tokens=2, window=4, num_lookup_tokens=9), manifest) == 10  # what is looked up
     assert most_scored(Policy(num_draft_tokens=20, window=20), manifest) == 21  # which hispec can't have here

@@ -24,7 +24,8 @@ def plain(prompt: tuple[int, ...], params: SamplingParams) -> list[int]:
 @pytest.mark.parametrize("num_blocks", [9, 11, 14])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_greedy_rows_in_a_pool_that_is_too_small_for_all_give_the_oracles_tokens(strategy, num_blocks):
-    tiny = Tiny(model_of(), strategy, Policy(num_draft_tokens=3), num_blocks=num_blocks)
+    policy = Policy(num_draft_tokens=3, num_lookup_tokens=3)  # with long rounds rows are admitted one by one
+    tiny = Tiny(model_of(), strategy, policy, num_blocks=num_blocks)
     assert [r.token_ids for r in tiny.generate(ROWS, GREEDY)] == [oracle("llama", p, NUM_TOKENS) for p in ROWS]
     assert tiny.engine.num_preemptions > 0
 

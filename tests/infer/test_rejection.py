@@ -146,6 +146,19 @@ def test_exits_of_different_vocabularies_have_the_targets_law(middle_ids):
     assert law_of_texts(committed(blocks, middle, TARGET), TARGET) == plain(TARGET)
 
 
+@pytest.mark.parametrize("block", [(1,), (0, 2, 2), (2, 1, 0, 1)], ids=str)
+@pytest.mark.parametrize("target", [TARGET, make_law(4, (1, 2))], ids=["anything", "some ids never"])
+def test_a_block_that_was_looked_up_leaves_the_targets_law(block, target):
+    """Its tokens were certain, so q is 1 on each of them."""
+
+    def certain(text: Text) -> np.ndarray:
+        return np.array([Fraction(int(i == block[len(text) % len(block)])) for i in range(VOCAB)], dtype=object)
+
+    blocks = list(sampled(certain, (), len(block)))
+    assert blocks == [(1, block)]
+    assert law_of_texts(committed(blocks, certain, target), target) == plain(target)
+
+
 def test_a_stop_that_looks_at_the_tokens_before_is_exact():
     blocks = tentative(DRAFT, MIDDLE, 1, lambda text, number: number < 3 and (not text or text[-1] != 1))
     assert law_of_texts(committed(blocks, MIDDLE, TARGET), TARGET) == plain(TARGET)

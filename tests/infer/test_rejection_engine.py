@@ -37,12 +37,13 @@ def test_greedy_rows_get_the_targets_tokens(strategy):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_row_depends_neither_on_neighbours_nor_on_preemption(strategy):
-    alone = []
+    policy, alone = Policy(num_lookup_tokens=2, min_ngram=1), []
     for number, prompt in enumerate(ROWS):
         params = SamplingParams(seed=number, max_tokens=12, **HOT)
-        alone.append(Tiny(model_of(), strategy, verification="rejection").generate([prompt], params)[0].token_ids)
-    assert tokens(Tiny(model_of(), strategy, verification="rejection")) == alone
-    crowded = Tiny(model_of(), strategy, num_blocks=14, verification="rejection")
+        tiny = Tiny(model_of(), strategy, policy, verification="rejection")
+        alone.append(tiny.generate([prompt], params)[0].token_ids)
+    assert tokens(Tiny(model_of(), strategy, policy, verification="rejection")) == alone
+    crowded = Tiny(model_of(), strategy, policy, num_blocks=14, verification="rejection")
     assert tokens(crowded) == alone
     assert crowded.engine.num_preemptions > 0
 
@@ -83,11 +84,12 @@ def test_sampled_texts_follow_the_exact_law(setting, strategy):
     model.set_draft_vocab("draft", torch.tensor([0, 1, 3]))
     model.set_draft_vocab("intermediate", torch.tensor([1, 2, 3]))
     how = [SamplingParams(seed=s, max_tokens=3, **setting) for s in range(NUM_SAMPLES)]
-    law = exact_law(model, [1], how[0], 3)
-    tiny = Tiny(model, strategy, Policy(num_draft_tokens=2, window=2), num_blocks=402, max_num_seqs=100,
+    prompt = [1, 2, 3, 1]  # so that two tokens may be looked up at once
+    law = exact_law(model, prompt, how[0], 3)
+    tiny = Tiny(model, strategy, Policy(num_draft_tokens=2, window=2, min_ngram=1), num_blocks=402, max_num_seqs=100,
                 verification="rejection")  # fmt: skip
     counts = dict.fromkeys(itertools.product(range(VOCAB), repeat=3), 0)
-    for request in tiny.generate([[1]] * NUM_SAMPLES, how):
+    for request in tiny.generate([prompt] * NUM_SAMPLES, how):
         counts[tuple(request.token_ids)] += 1
     assert all(counts[text] == 0 for text, p in law.items() if p == 0)
     possible = {text: p * NUM_SAMPLES for text, p in law.items() if p > 0}
