@@ -62,10 +62,7 @@ def test_every_token_has_the_values_of_hugging_faces_logits(num, strategy, polic
 def test_they_do_not_depend_on_what_is_drafted(strategy, pattern):
     plain = Tiny(model_of(), "autoregressive").generate(ROWS, greedy(logprobs=3))
     script = Script(texts_of("llama", ROWS, NUM_TOKENS), PATTERNS[pattern])
-    policy = Policy(num_draft_tokens=3)
-    # In calls of these sizes float32 sums come in the same order (DESIGN §7)
-    tiny = Tiny(model_of(), strategy, policy, rig=script, bitwise_range=(2, 15))
-    got = tiny.generate(ROWS, greedy(logprobs=3))
+    got = Tiny(model_of(), strategy, Policy(num_draft_tokens=3), rig=script).generate(ROWS, greedy(logprobs=3))
     for one, other in zip(got, plain, strict=True):
         same(one.output().outputs[0].logprobs, other.output().outputs[0].logprobs)
 
@@ -75,8 +72,8 @@ def same(entries: list[dict[int, Logprob]], others: list[dict[int, Logprob]]) ->
     for entry, other in zip(entries, others):
         assert {i: one.rank for i, one in entry.items()} == {i: one.rank for i, one in other.items()}
         assert [one.logprob for one in entry.values()] == pytest.approx(
-            [one.logprob for one in other.values()], abs=1e-6
-        )
+            [one.logprob for one in other.values()], abs=5e-6
+        )  # a few last bits: float32 sums in calls of other sizes
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
