@@ -94,7 +94,7 @@ def test_trimmed_exits_find_the_ids_and_ignore_those_that_they_lack(name, strate
     assert ids_of(tiny.generate(ROWS, setting(name), EOS)) == wanted(name)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+@pytest.mark.parametrize("strategy", ["layerskip", "hispec"])  # a lookup asks no exit
 def test_a_trimmed_twin_is_accepted_wherever_the_target_stays_within_its_ids(strategy):
     """Columns are not ids: a bias, a mask or a count in the wrong column would cost acceptance."""
     vocab = torch.arange(1, 128, 3)
