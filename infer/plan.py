@@ -85,8 +85,8 @@ class Figure:
 
     strategy: str
     policy: Policy
-    predicted: float  # from costs and acceptance
-    ratio: float  # measured, median over groups of prompts
+    predicted: float  # from costs and acceptance, without the prompts' own time
+    ratio: float  # measured, prompts included: median over groups of them
     ratio_low: float  # its lower quarter
 
 

@@ -111,7 +111,7 @@ class Dice:
 @pytest.mark.parametrize("numbers", [(2, 4, 4), (1, 8, 3), (4, 1, 1), (3, 8, 8)])
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_hispec_is_what_the_engines_own_rounds_take_and_give_on_average(numbers, batch_size) -> None:
-    costs = Costs({DRAFT: {1: 1.0, 2: 1.5}, MIDDLE: {1: 4.0, 5: 6.0}, TARGET: {1: 10.0, 13: 14.0}})
+    costs = Costs({DRAFT: {1: 1.0, 2: 1.5}, MIDDLE: {1: 4.0, 5: 6.0}, TARGET: {1: 10.0, 13: 40.0}})
     odds = [(), [0.7, 0.5], [0.9, 0.6]]
     runner = StubRunner(costs)
     round_ = Round(runner, stages("hispec", *numbers), Dice(odds))  # type: ignore[arg-type]
