@@ -92,6 +92,8 @@ def test_a_text_too_short_to_draft_in_is_refused_with_the_remedy(llm: LLM) -> No
     for setting in (PLAIN_SETTING, Setting("layerskip")):
         with pytest.raises(ValueError, match=r"no full round in which all of 1 prompts decode: raise --max-tokens=1 "):
             probe(llm, [PROMPTS[:1]], setting, SamplingParams(temperature=0, max_tokens=1))
+    with pytest.raises(ValueError, match="hispec: no full round"):  # rounds there are, but none with room for drafts
+        probe(llm, [PROMPTS[2:]], Setting("hispec"), SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
     assert not llm.engine.has_unfinished
 
 
