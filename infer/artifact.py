@@ -17,7 +17,9 @@ from typing import Self
 
 from infer.manifest import EXPORT_AGAIN, MANIFEST, BuildInfo, FileRecord, Manifest
 
-UNRECORDED = frozenset({MANIFEST, "plan.json"})
+PLAN = "plan.json"
+PLAN_TEMPORARY = f"{PLAN}.tmp"  # a planner that was killed may leave it
+UNRECORDED = frozenset({MANIFEST, PLAN, PLAN_TEMPORARY})
 AUTO_ORDER = ("inductor", "eager")  # best first
 
 

@@ -59,6 +59,7 @@ class AsyncLLM:
     """
 
     def __init__(self, llm: LLM) -> None:
+        llm.follow_plan(llm.max_num_seqs)
         self.llm = llm
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # over the two below

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import platform
+from pathlib import Path
+
 import torch
 
 
@@ -22,3 +25,13 @@ def host_capability(device: str = "cpu") -> str:
         return "no CUDA device"
     major, minor = torch.cuda.get_device_capability()
     return f"sm_{major}{minor}"
+
+
+def processor_name(device: str = "cpu") -> str:
+    """What the maker calls the processor that programs for `device` run on; where nobody says, its architecture."""
+    if device != "cpu":
+        return torch.cuda.get_device_name()
+    cpuinfo = Path("/proc/cpuinfo")  # Linux's own; platform.processor() is empty or the architecture there
+    lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

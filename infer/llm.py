@@ -26,6 +26,7 @@ from infer.logprobs import ScoreLog
 from infer.manifest import Manifest
 from infer.output import RequestOutput
 from infer.params import SamplingParams
+from infer.plan import Conditions, Plan, read_plan
 from infer.pool_size import default_num_blocks
 from infer.prefix_cache import PrefixCache
 from infer.processors import Rules
@@ -42,7 +43,8 @@ class LLM:
 
     Args:
         artifact: folder that `python -m export` wrote.
-        strategy: one of `strategy.STRATEGIES`; `auto` is `autoregressive`, the one that is never slower than it.
+        strategy: one of `strategy.STRATEGIES`; `auto` follows the artifact's plan.json, which `python -m infer plan` writes,
+            and is `autoregressive` without one that holds here: see `follow_plan`.
         backend: `inductor`, `eager`, or `auto` for the fastest that the artifact holds.
         dtype: `float32` or `bfloat16`, as exported; None takes the artifact's first.
         device: `cpu` or `cuda`, as exported.
@@ -57,7 +59,7 @@ class LLM:
         bitwise: keep every call to the programs where a token's results have the same bits whatever is computed with
             it, as export measured. False is the fastest: a token may then depend on its neighbours in the batch and on
             the strategy, where two logits lie within the last bits of each other.
-        num_draft_tokens, window, inner_rounds: the policy's γ, N_i and R.
+        num_draft_tokens, window, inner_rounds: the policy's γ, N_i and R; a plan brings its own.
         num_lookup_tokens, max_ngram, min_ngram: how many tokens are proposed out of a row's own text, and the most and
             fewest of its last tokens that are looked for there: vLLM's prompt_lookup_max and prompt_lookup_min.
         verification: `identity` gives sampled requests plain decoding's very tokens; `rejection` accepts more of them
@@ -102,7 +104,7 @@ class LLM:
             max_ngram=max_ngram,
             min_ngram=min_ngram,
         )
-        strategy = "autoregressive" if strategy == "auto" else strategy
+        is_auto, strategy = strategy == "auto", "autoregressive" if strategy == "auto" else strategy
         for name, value, least in (
             ("max_num_seqs", max_num_seqs, 1),
             ("max_num_prefill_tokens", max_num_prefill_tokens, 1),
@@ -128,6 +130,11 @@ class LLM:
         self.artifact, self.build = opened, chosen.build
         self.backend, self.dtype = chosen.build.backend, chosen.build.dtype
         torch_dtype = getattr(torch, self.dtype)
+        has_graphs = device == "cuda" and not enforce_eager
+        self.conditions = Conditions.here(
+            opened, chosen.build, bitwise=bitwise, cuda_graphs=has_graphs, verification=verification
+        )
+        self.plan: Plan | None = read_plan(opened, self.conditions) if is_auto else None
         if device == "cpu" and chosen.build.num_threads != torch.get_num_threads():
             warnings.warn(
                 f"{chosen.build.folder_name} was measured with {chosen.build.num_threads} threads and runs with "
@@ -140,15 +147,16 @@ class LLM:
         vocab_file = opened.path / "draft_vocab.safetensors"
         programs = backends.load(opened, chosen)
         if num_blocks is None:
+            policies = [policy, *(entry.chosen.policy for entry in (self.plan.entries if self.plan else ()))]
             num_blocks = default_num_blocks(
                 self.manifest,
                 torch_dtype.itemsize,
                 max_num_seqs,
                 device=device,
                 gpu_memory_utilization=gpu_memory_utilization,
-                num_scored=most_scored(policy, self.manifest),
+                num_scored=max(most_scored(one, self.manifest) for one in policies),
             )
-        self._max_num_seqs, self._has_graphs = max_num_seqs, device == "cuda" and not enforce_eager
+        self.max_num_seqs, self._has_graphs = max_num_seqs, has_graphs
         self._programs = programs
         runner = Runner(
             self.manifest,
@@ -164,9 +172,10 @@ class LLM:
         pool = BlockPool(num_blocks, self.manifest.block_size)
         cache = PrefixCache(pool, runner.prefill_chunk) if enable_prefix_caching else None
         self.engine = Engine(runner, Round(runner, stages, rule), pool, max_num_seqs, max_num_prefill_tokens, cache)
-        self.strategy, self.verification = strategy, verification
+        self.strategy, self.policy, self.verification = strategy, policy, verification
         self._request_numbers = itertools.count()
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
+        self.follow_plan(max_num_seqs)
 
     def use(
         self,
@@ -176,7 +185,8 @@ class LLM:
         verification: str = "identity",
         bitwise: bool | None = None,
     ) -> None:
-        """Switch to another strategy over the same programs and pages, while no request is running.
+        """Switch to another strategy over the same programs and pages, while no request is running; no plan is followed
+        from then on.
 
         Args:
             bitwise: as at construction; None leaves it as it is.
@@ -184,15 +194,24 @@ class LLM:
         Raises:
             ValueError: unknown strategy, or numbers that the artifact does not allow.
         """
-        stages = stages_of(strategy, policy or Policy(), self.manifest)
-        rule = rule_of(verification, stages, self.manifest)
-        if self.engine.has_unfinished:
-            raise ValueError("requests are running: finish or close their stream before choosing another strategy")
+        self._switch(strategy, policy or Policy(), verification)
+        self.plan = None
         runner = self.engine.runner
         if bitwise is not None and bitwise != runner.bitwise:
             runner.bind(self._graphed(bitwise), bitwise=bitwise)
-        self.engine.round = Round(runner, stages, rule)
-        self.strategy, self.verification = strategy, verification
+
+    def follow_plan(self, num_rows: int) -> None:
+        """Take the plan's strategy for so many rows at once, if there is a plan and no request is running.
+
+        `generate` asks for its number of texts, `stream` for its one prompt's, `AsyncLLM` for `max_num_seqs`, as any
+        number may come. Requests keep the strategy that they began with: a lower exit could not catch up with a long
+        text that was decoded without it.
+        """
+        if self.plan is None or self.engine.has_unfinished:
+            return
+        chosen = self.plan.entry_for(min(num_rows, self.max_num_seqs)).chosen
+        if (chosen.strategy, chosen.policy) != (self.strategy, self.policy):
+            self._switch(chosen.strategy, chosen.policy, self.verification)
 
     @property
     def judge_names(self) -> tuple[str, ...]:
@@ -213,7 +232,10 @@ class LLM:
         Raises:
             ValueError: a prompt is empty or too long, before anything has run.
         """
-        requests = self._requests(as_list(prompts), sampling_params)
+        each = as_list(prompts)
+        params = self._params(each, sampling_params)
+        self.follow_plan(sum(one.n for one in params))
+        requests = self._requests(each, params)
         for request in requests:
             for choice in (request, *request.siblings):
                 choice.is_streamed = False
@@ -235,7 +257,9 @@ class LLM:
 
         Closing the iterator early aborts the request.
         """
-        (request,) = self._requests([prompt], sampling_params)
+        params = self._params([prompt], sampling_params)
+        self.follow_plan(params[0].n)
+        (request,) = self._requests([prompt], params)
         self.engine.add(request)
         try:
             while True:
@@ -306,7 +330,7 @@ class LLM:
         if not self._has_graphs:
             return self._programs
         return with_graphs(
-            self._programs, self.build.programs, self.manifest, self._max_num_seqs, CudaCapture(), bitwise
+            self._programs, self.build.programs, self.manifest, self.max_num_seqs, CudaCapture(), bitwise
         )
 
     def _run(self, requests: Sequence[Request]) -> None:
@@ -319,12 +343,25 @@ class LLM:
             for request in requests:
                 self.engine.abort(request.request_id)
 
-    def _requests(
-        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[Request]:
+    def _switch(self, strategy: str, policy: Policy, verification: str) -> None:
+        stages = stages_of(strategy, policy, self.manifest)
+        rule = rule_of(verification, stages, self.manifest)
+        if self.engine.has_unfinished:
+            raise ValueError("requests are running: finish or close their stream before choosing another strategy")
+        self.engine.round = Round(self.engine.runner, stages, rule)
+        self.strategy, self.policy, self.verification = strategy, policy, verification
+
+    @staticmethod
+    def _params(
+        prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[SamplingParams]:
+        """One for each prompt."""
         params = sampling_params if sampling_params is not None else SamplingParams()
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"{len(each)} sampling_params for {len(prompts)} prompts: give one, or one for each")
-        pairs = enumerate(zip(prompts, each, strict=True))
-        return [self.make_request(prompt, p, number=number) for number, (prompt, p) in pairs]
+        return each
+
+    def _requests(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Request]:
+        pairs = enumerate(zip(prompts, params, strict=True))
+        return [self.make_request(prompt, one, number=number) for number, (prompt, one) in pairs]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from dataclasses import dataclass
 
@@ -23,12 +24,22 @@ class Machine:
     torch_version: str
 
 
+def load_average() -> float:
+    """Processes that wanted a processor, mean over the last minute."""
+    return round(os.getloadavg()[0], 2)
+
+
+def note_if_busy(load: float) -> None:
+    if load > 0.3:
+        print(f"notice: the load average is {load}; figures of a busy machine mislead", file=sys.stderr)
+
+
 def describe_machine(device: str) -> Machine:
     """Measure what a ratio needs as its background."""
-    load = os.getloadavg()[0]
+    load = load_average()
     return Machine(
         num_threads=torch.get_num_threads(),
-        load_average=round(load, 2),
+        load_average=load,
         copy_gigabytes_per_second=round(_copy_bandwidth(device), 1),
         capability=host_capability(device),
         torch_version=torch.__version__,

@@ -1,19 +1,18 @@
 """The records of an artifact and their JSON: what `hispec.json` and every `build.json` say. Knows no folder.
 
-A record is read strictly: every field stands there, has its type and no other beside it.
+They are read strictly (`records`), and what is wrong with one says how to export again.
 """
 
 import json
 import platform
-import types
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, is_dataclass
-from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, Self
 
 import torch
 
 from infer.device import host_capability
+from infer.records import load_json, read_record
 
 FORMAT_VERSION = 2  # 2: exits may read the target's state (`context`)
 MANIFEST = "hispec.json"
@@ -120,14 +119,14 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        data = _load_json(text, MANIFEST)
+        data = load_json(text, MANIFEST, EXPORT_AGAIN)
         version = data.get("format_version") if isinstance(data, dict) else None
         if version is not None and version != FORMAT_VERSION:
             raise ValueError(
                 f"{MANIFEST}: format_version={version!r}, this HiSpec reads {FORMAT_VERSION}: "
                 f"use the HiSpec that wrote it, or {EXPORT_AGAIN}"
             )
-        return _read(cls, data, MANIFEST)
+        return read_record(cls, data, MANIFEST, EXPORT_AGAIN)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,7 +157,7 @@ class BuildInfo:
 
     @classmethod
     def from_json(cls, text: str, where: str = "build.json") -> Self:
-        return _read(cls, _load_json(text, where), where)
+        return read_record(cls, load_json(text, where, EXPORT_AGAIN), where, EXPORT_AGAIN)
 
     def misfits(self) -> list[str]:
         """What keeps these programs from running here, in words. Eager programs are as portable as PyTorch."""
@@ -167,45 +166,3 @@ class BuildInfo:
             pairs.append(("machine", self.machine, platform.machine()))
             pairs.append(("cpu_capability", self.cpu_capability, host_capability(self.device)))
         return [f"{name} is {built} in the artifact, {here} here" for name, built, here in pairs if built != here]
-
-
-def _check_unique(where: str, names: list[str]) -> None:
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise ValueError(f"{where}: {twice[0]!r} stands twice; {EXPORT_AGAIN}")
-
-
-def _load_json(text: str, where: str) -> Any:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        _check_unique(where, [key for key, _ in pairs])
-        return dict(pairs)
-
-    try:
-        return json.loads(text, object_pairs_hook=unique)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{where}: not valid JSON ({error}); {EXPORT_AGAIN}") from error
-
-
-def _read(kind: Any, value: Any, where: str) -> Any:
-    """`value`, as JSON gave it, as the annotated type `kind`; ValueError names the field that is missing or wrong."""
-    origin, args = get_origin(kind), get_args(kind)
-    if kind is Any:
-        return value
-    if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
-        hints = get_type_hints(kind)  # defaults are for writers: in JSON every field stands
-        if missing := sorted(hints.keys() - value.keys()):
-            raise ValueError(f"{where}: field {missing[0]!r} is missing; {EXPORT_AGAIN}")
-        if unknown := sorted(value.keys() - hints.keys()):
-            raise ValueError(f"{where}: field {unknown[0]!r} is unknown; {EXPORT_AGAIN}")
-        return kind(**{name: _read(hints[name], item, f"{where}: {name}") for name, item in value.items()})
-    if origin in (Union, types.UnionType):
-        rest = [arg for arg in args if arg is not type(None)]
-        return None if value is None else _read(rest[0], value, where)
-    if origin is list and isinstance(value, list):
-        return [_read(args[0], item, f"{where}[{i}]") for i, item in enumerate(value)]
-    if origin is tuple and isinstance(value, list) and len(value) == len(args):
-        return tuple(_read(arg, item, where) for arg, item in zip(args, value, strict=True))
-    if origin is dict and isinstance(value, dict):
-        return {key: _read(args[1], item, f"{where}.{key}") for key, item in value.items()}
-    if type(value) is kind or (origin is Literal and value in args):
-        return value
-    raise ValueError(f"{where}: got {value!r}, expected {getattr(kind, '__name__', kind)}; {EXPORT_AGAIN}")

@@ -23,6 +23,7 @@ from torch import Tensor
 from infer.judging import IdentityRule
 from infer.llm import LLM
 from infer.params import SamplingParams
+from infer.prompts import PromptRow
 from infer.runner import Program
 from infer.sampler import pick
 from infer.strategy import Policy
@@ -78,6 +79,10 @@ class _Step(NamedTuple):
     seconds: float
     parts: dict[str, float]  # what was written down in it: seconds, or calls, by name
     num_tokens: int
+
+
+def question_rows() -> list[PromptRow]:
+    return [PromptRow(str(i), [{"role": "user", "content": text}]) for i, text in enumerate(QUESTIONS)]
 
 
 def measure_overhead(

@@ -13,6 +13,8 @@ from infer.artifact import Artifact
 from infer.check import Comparison
 from infer.llm import LLM
 from infer.machine import Machine
+from infer.plan import Figure, Plan
+from infer.planner import NUMBERS
 from infer.profile import Shares, StrategyOverhead
 
 
@@ -109,6 +111,34 @@ def print_profile(
             ", ".join(f"{name} {part:.1%}" for name, part in largest_first),
         )
     console.print(parts)
+
+
+def print_plan(plan: Plan, console: Console | None = None) -> None:
+    """One line per batch size: what was chosen, what came next, and their speeds relative to plain decoding."""
+    here, sample = plan.conditions, plan.sample
+    title = f"plan · {here.backend} {here.dtype} · {here.num_threads} threads, torch {here.torch_version}"
+    table = Table(title=title, title_justify="left")
+    for name in ("batch", "strategy", "numbers", "ratio to plain", "predicted", "runner-up", "ratio", "predicted"):
+        table.add_column(name, justify="left" if name in ("strategy", "runner-up") else "right")
+    for entry in plan.entries:
+        best, next_ = entry.chosen, entry.runner_up
+        others = ("–", "", "") if next_ is None else (f"{next_.strategy} {_numbers(next_)}", *_ratios(next_))
+        table.add_row(str(entry.batch_size), best.strategy, _numbers(best), *_ratios(best), *others)
+    console = console or Console(width=120)
+    console.print(table)
+    console.print(
+        f"{sample.num_prompts} prompts, at most {sample.max_tokens} tokens each, temperature {sample.temperature:g}; "
+        f"chosen when more than {sample.margin:.0%} faster than plain decoding. In brackets: the lower quarter."
+    )
+
+
+def _ratios(figure: Figure) -> tuple[str, str]:
+    told = "–" if figure.predicted is None else f"{figure.predicted:.2f}"
+    return f"{figure.ratio:.2f} ({figure.ratio_low:.2f})", told
+
+
+def _numbers(figure: Figure) -> str:
+    return ", ".join(str(getattr(figure.policy, name)) for name in NUMBERS[figure.strategy])
 
 
 def print_comparison(result: Comparison) -> None:

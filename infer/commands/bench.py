@@ -93,7 +93,7 @@ def _compare(args: argparse.Namespace, sizes: list[int]) -> int:
             bitwise=(True, False) if args.identity_cost else None,
             verifications=args.verifications.split(","),
             peer=peer,
-            on_progress=_show_progress,
+            on_progress=options.show_progress,
         )
     finally:
         if peer is not None:
@@ -109,12 +109,10 @@ def _compare(args: argparse.Namespace, sizes: list[int]) -> int:
 
 def _profile(args: argparse.Namespace, sizes: list[int]) -> int:
     from infer import profile
-    from infer.prompts import PromptRow
     from infer.report import print_profile
 
     names, params, policy = args.strategies.split(","), sampling_params(args), options.policy_of(args)
-    own = [PromptRow(str(i), [{"role": "user", "content": text}]) for i, text in enumerate(profile.QUESTIONS)]
-    rows = options.prompt_rows(args) if args.prompts else own
+    rows = options.prompt_rows(args, profile.question_rows())
     here, llm = _prepare(args, names)
     prompts = [options.token_ids(llm, row) for row in rows]
     overheads = profile.measure_overhead(llm, names, sizes, policy)
@@ -131,12 +129,11 @@ def _profile(args: argparse.Namespace, sizes: list[int]) -> int:
 def _prepare(args: argparse.Namespace, names: list[str]) -> tuple[Machine, LLM]:
     """The machine, measured while nothing else runs, and then the model."""
     from infer.device import check_device
-    from infer.machine import describe_machine
+    from infer.machine import describe_machine, note_if_busy
 
     check_device(args.device)
     here = describe_machine(args.device)
-    if here.load_average > 0.3:
-        print(f"notice: the load average is {here.load_average}; figures of a busy machine mislead", file=sys.stderr)
+    note_if_busy(here.load_average)
     llm = options.load_llm(args, "autoregressive")
     for name in names:  # refuses unknown ones before any work
         for verification in args.verifications.split(","):
@@ -159,7 +156,3 @@ def _temperatures(args: argparse.Namespace) -> list[float]:
     except ValueError:
         raise ValueError(f"--temperatures={args.temperatures!r} must be numbers, e.g. 0.3,0.7,1.0") from None
     return list(dict.fromkeys(values))
-
-
-def _show_progress(text: str) -> None:
-    print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

@@ -27,7 +27,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--prompts", type=Path, help=".jsonl (prompt, turns or messages), .txt, or a folder of .jsonl")
     parser.add_argument("--output", type=Path, help="write one JSON object per text to this file")
     parser.add_argument("--n", type=int, default=1, help="texts per prompt, each with noise of its own (default 1)")
-    parser.add_argument("--strategy", default="auto", help="e.g. layerskip, hispec, prompt_lookup; auto (default)")
+    parser.add_argument(
+        "--strategy", default="auto", help="e.g. layerskip, hispec, prompt_lookup; auto (default) goes by plan.json"
+    )
     parser.add_argument("--raw", action="store_true", help="complete the text itself, without the chat template")
     parser.add_argument("--check", action="store_true", help="also decode plainly and compare token by token")
     parser.set_defaults(run=_run)
@@ -45,13 +47,17 @@ def _run(args: argparse.Namespace) -> int:
     options.check_output(args.output)
     if args.check:
         options.need_seed(params, "--check")
-    if args.strategy == "auto":
-        print("decoding plainly; give --strategy hispec to speculate", file=sys.stderr)
     if args.check and args.verification != "identity" and not params.is_greedy:
         raise ValueError(
             "--check compares tokens, and --verification rejection keeps but their law: leave one of them out"
         )
     llm = options.load_llm(args, args.strategy, args.verification)
+    if args.strategy == "auto" and llm.plan is None:
+        print(
+            "decoding plainly, without a plan for this artifact here; python -m infer plan makes one, or give "
+            "--strategy hispec to speculate",
+            file=sys.stderr,
+        )
     prompts: list[Any] = [options.token_ids(llm, row, args.raw) for row in rows]
     if len(rows) == args.n == 1 and args.output is None:
         outputs = [_stream(llm, prompts[0], params)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -108,19 +110,28 @@ def need_seed(params: SamplingParams, flag: str) -> None:
         raise ValueError(f"{flag} compares sampled text only under --seed: without one every run draws its own")
 
 
-def add_comparison_options(parser: argparse.ArgumentParser, *, needs_prompts: bool = True) -> None:
+def add_prompt_options(parser: argparse.ArgumentParser, *, needs_prompts: bool = False, default: str = "") -> None:
     parser.add_argument(
-        "--prompts", "--data-dir", type=Path, required=needs_prompts, help="prompt file, or a folder of .jsonl"
+        "--prompts",
+        "--data-dir",
+        type=Path,
+        required=needs_prompts,
+        help="prompt file, or a folder of .jsonl" + (f"; default: {default}" if default else ""),
     )
     parser.add_argument("--num-prompts", type=int, help="take this many, spread evenly over the file")
+
+
+def add_comparison_options(parser: argparse.ArgumentParser, *, needs_prompts: bool = True) -> None:
+    add_prompt_options(parser, needs_prompts=needs_prompts)
     parser.add_argument("--strategies", default="autoregressive,layerskip,hispec", help="comma-separated")
     parser.add_argument("--batch-sizes", default="1", help="comma-separated, e.g. 1,8")
 
 
-def prompt_rows(args: argparse.Namespace) -> list[PromptRow]:
+def prompt_rows(args: argparse.Namespace, default: Sequence[PromptRow] = ()) -> list[PromptRow]:
+    """Those of the file that was named, or `default`; as many as were asked for."""
     from infer.prompts import read_prompts
 
-    rows = read_prompts(args.prompts)
+    rows = read_prompts(args.prompts) if args.prompts else list(default)
     if args.num_prompts is None or args.num_prompts >= len(rows):
         return rows
     if args.num_prompts < 1:
@@ -146,7 +157,12 @@ def token_ids(llm: LLM, row: PromptRow, raw: bool = False) -> list[int]:
     return llm.chat_prompt(row.messages)
 
 
-# ---- files ----
+# ---- files and the terminal ----
+
+
+def show_progress(text: str) -> None:
+    """In place of what it said before."""
+    print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def check_output(path: Path | None, flag: str = "--output") -> None:

@@ -1,0 +1,205 @@
+"""What the planner needs, measured on sample prompts: seconds of calls, verdicts of judges, ratios to plain decoding.
+
+A few settings are run with a stopwatch at every judgement (`probe`), all others are predicted from these, and the best
+by prediction are run in turn with plain decoding (`compare`), so that a drift of the machine's speed meets all alike.
+"""
+
+# Shape legend: B rows of a batch
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from infer.hispec import Round
+from infer.llm import LLM
+from infer.output import check_whole
+from infer.params import SamplingParams
+from infer.plan import Figure, PlanEntry
+from infer.planner import (
+    PLAIN,
+    Costs,
+    Setting,
+    chances,
+    choose,
+    lookups,
+    lower_quarter,
+    predict,
+    settings,
+    shortlist,
+)
+from infer.row import Row
+from infer.strategy import stages_of
+
+NUM_COMPARED = 3  # settings that are run beside plain decoding
+LEAST_PREDICTED = 0.8  # of plain decoding's speed; not worth a run below, as predictions are not that wrong
+MIN_GROUPS = 5  # of prompts, for a median
+WARMUP_TOKENS = 8
+
+Prompts = Sequence[Sequence[int]]
+
+
+@dataclass(slots=True)
+class Record:
+    """What rounds of one setting took and gave; only those in which all B rows took part are timed."""
+
+    calls: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    # (tier, tokens per row) → seconds
+    overheads: list[float] = field(default_factory=list)  # seconds of each round outside of its calls
+    verdicts: list[list[tuple[int, int]]] = field(default_factory=list)  # for each stage: (proposed, accepted)
+
+
+class _TimedRound(Round):
+    """A round that writes down what it does."""
+
+    def __init__(self, plain: Round, batch_size: int) -> None:
+        super().__init__(plain.runner, plain.stages, plain.rule)
+        self.record = Record(verdicts=[[] for _ in plain.stages])
+        self.seconds_in_calls = 0.0
+        self._batch_size = batch_size
+
+    def run(self, rows: Sequence[Row]) -> None:
+        self.seconds_in_calls = 0.0
+        super().run(rows)
+        for _, level, num_proposed, num_accepted in self._verdicts:
+            self.record.verdicts[level].append((num_proposed, num_accepted))
+
+    def _judge(self, rows: list[Row], level: int) -> None:
+        tier = self.stages[level].tier
+        width = max(len(row.token_ids) - row.cursors[tier] for row in rows)
+        start = time.perf_counter()
+        super()._judge(rows, level)  # has read its verdicts when it returns, so the device is done
+        seconds = time.perf_counter() - start
+        self.seconds_in_calls += seconds
+        if len(rows) == self._batch_size:
+            self.record.calls[tier, width].append(seconds)
+
+
+def plan_batch(
+    llm: LLM,
+    prompts: Prompts,
+    batch_size: int,
+    params: SamplingParams,
+    margin: float,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> PlanEntry:
+    """The best strategy for so many rows. The model decodes plainly afterwards.
+
+    Raises:
+        ValueError: the prompts never decode all together, or a text was cut short by a fault.
+    """
+    groups = _groups(prompts, batch_size)
+    allowed = settings(llm.manifest)
+    try:
+        on_progress(f"batch {batch_size}: {PLAIN}")
+        plain = Setting(PLAIN)
+        records = {plain: probe(llm, groups, plain, params)}
+        for tried in allowed.values():
+            for setting in dict.fromkeys((tried[0], tried[-1])):
+                on_progress(f"batch {batch_size}: probing {setting.strategy}")
+                records[setting] = probe(llm, groups, setting, params)
+        costs = _costs(list(records.values()))
+        expected = predict(stages_of(*plain, llm.manifest), [()], costs, batch_size)
+        predicted = {}
+        for tried in allowed.values():
+            odds = [chances(verdicts) for verdicts in records[tried[-1]].verdicts]
+            for setting in tried:
+                predicted[setting] = predict(stages_of(*setting, llm.manifest), odds, costs, batch_size)
+        compared = shortlist(predicted, expected, NUM_COMPARED, LEAST_PREDICTED) + lookups(llm.manifest)
+        ratios = compare(llm, groups, compared, params, lambda text: on_progress(f"batch {batch_size}: {text}"))
+    finally:
+        llm.use(PLAIN, verification=llm.verification)
+    figures = {plain: _figure(plain, 1.0, [1.0])}
+    for setting in compared:
+        told = predicted[setting] / expected if setting in predicted else None
+        figures[setting] = _figure(setting, told, ratios[setting])
+    chosen = figures.pop(choose(ratios, margin))
+    return PlanEntry(
+        batch_size=batch_size, chosen=chosen, runner_up=max(figures.values(), key=lambda one: one.ratio, default=None)
+    )
+
+
+def probe(llm: LLM, groups: Sequence[Prompts], setting: Setting, params: SamplingParams) -> Record:
+    """Run every group of B prompts with this setting."""
+    llm.use(*setting, verification=llm.verification)
+    llm.generate(list(groups[0]), replace(params, max_tokens=WARMUP_TOKENS))
+    timed = llm.engine.round = _TimedRound(llm.engine.round, len(groups[0]))
+    for group in groups:
+        requests = [llm.make_request(prompt, params) for prompt in group]
+        for request in requests:
+            request.is_streamed = False  # as in `generate`
+            llm.engine.add(request)
+        try:
+            while not all(request.is_finished for request in requests):
+                all_decode = all(r.row is not None and r.row.is_ready and not r.is_finished for r in requests)
+                start = time.perf_counter()
+                llm.engine.step()
+                if all_decode:
+                    timed.record.overheads.append(time.perf_counter() - start - timed.seconds_in_calls)
+        finally:
+            for request in requests:
+                llm.engine.abort(request.request_id)
+        check_whole(request.output() for request in requests)
+    timed_tiers = {tier for tier, _ in timed.record.calls}
+    if not timed.record.overheads or timed_tiers != set(timed.judging_tiers):
+        raise ValueError(
+            f"{setting.strategy}: no full round in which all of {len(groups[0])} prompts decode: raise "
+            f"--max-tokens={params.max_tokens} or --num-blocks={llm.engine.pool.num_blocks}, or give prompts with "
+            "longer answers"
+        )
+    return timed.record
+
+
+def compare(
+    llm: LLM,
+    groups: Sequence[Prompts],
+    compared: Sequence[Setting],
+    params: SamplingParams,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> dict[Setting, list[float]]:
+    """Setting → speed relative to plain decoding, group by group. Each takes its turn at being first."""
+    contenders = [Setting(PLAIN), *compared]
+    ratios: dict[Setting, list[float]] = {setting: [] for setting in compared}
+    for number, group in enumerate(groups):
+        on_progress(f"comparing, {number + 1} of {len(groups)}")
+        turn, speeds = number % len(contenders), {}
+        for setting in contenders[turn:] + contenders[:turn]:
+            llm.use(*setting, verification=llm.verification)
+            start = time.perf_counter()
+            outputs = llm.generate(list(group), params)
+            seconds = time.perf_counter() - start
+            check_whole(outputs)
+            speeds[setting] = sum(len(output.outputs[0].token_ids) for output in outputs) / seconds
+        for setting in compared:
+            ratios[setting].append(speeds[setting] / speeds[contenders[0]])
+    return ratios
+
+
+def _groups(prompts: Prompts, batch_size: int) -> list[Prompts]:
+    """Groups of B prompts that hold every prompt at least once; prompts come again to fill them."""
+    count = max(MIN_GROUPS, -(-len(prompts) // batch_size))
+    return [[prompts[(g * batch_size + i) % len(prompts)] for i in range(batch_size)] for g in range(count)]
+
+
+def _costs(records: Sequence[Record]) -> Costs:
+    samples: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for record in records:
+        for key, seconds in record.calls.items():
+            samples[key] += seconds
+    calls: dict[int, dict[int, float]] = defaultdict(dict)
+    for (tier, num_tokens), seconds in samples.items():
+        calls[tier][num_tokens] = statistics.median(seconds)
+    return Costs(calls, statistics.median(second for record in records for second in record.overheads))
+
+
+def _figure(setting: Setting, predicted: float | None, ratios: Sequence[float]) -> Figure:
+    return Figure(
+        strategy=setting.strategy,
+        policy=setting.policy,
+        predicted=None if predicted is None else round(predicted, 3),
+        ratio=round(statistics.median(ratios), 3),
+        ratio_low=round(lower_quarter(ratios), 3),
+    )

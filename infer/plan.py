@@ -1,0 +1,156 @@
+"""plan.json: the strategy to take for so many rows, and what that was measured on.
+
+A plan holds for the conditions under which it was made. Under others it is set aside with a warning that says why:
+plain decoding is never wrong, and a plan of another machine may be slower.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from infer.artifact import PLAN, PLAN_TEMPORARY, Artifact
+from infer.device import host_capability, processor_name
+from infer.manifest import MANIFEST, BuildInfo, Manifest
+from infer.records import load_json, read_record
+from infer.strategy import Policy, stages_of
+
+FORMAT_VERSION = 1
+PLAN_AGAIN = "make one with python -m infer plan ARTIFACT (see python -m infer plan --help)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conditions:
+    """What a plan's figures depend on; any other value of any of these, and it does not hold."""
+
+    artifact_sha256: str  # of hispec.json
+    backend: str
+    device: str
+    dtype: str
+    bitwise: bool
+    cuda_graphs: bool
+    verification: str
+    torch_version: str
+    processor: str
+    capability: str
+    num_cpus: int
+    num_threads: int
+
+    @classmethod
+    def here(cls, artifact: Artifact, build: BuildInfo, *, bitwise: bool, cuda_graphs: bool, verification: str) -> Self:
+        return cls(
+            artifact_sha256=hashlib.sha256((artifact.path / MANIFEST).read_bytes()).hexdigest(),
+            backend=build.backend,
+            device=build.device,
+            dtype=build.dtype,
+            bitwise=bitwise,
+            cuda_graphs=cuda_graphs,
+            verification=verification,
+            torch_version=str(torch.__version__),
+            processor=processor_name(build.device),
+            capability=host_capability(build.device),
+            num_cpus=os.cpu_count() or 1,
+            num_threads=torch.get_num_threads(),
+        )
+
+    def misfits(self, here: Conditions) -> Iterator[str]:
+        """In what `here` differs, in words."""
+        for name in (one.name for one in fields(self)):
+            if getattr(self, name) != getattr(here, name):
+                yield f"{name} was {getattr(self, name)!r} for it and is {getattr(here, name)!r} here"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """What was decoded for the figures."""
+
+    num_prompts: int
+    max_tokens: int
+    temperature: float
+    seed: int | None
+    margin: float  # by which a strategy had to beat plain decoding
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figure:
+    """A strategy's speed relative to plain decoding's at the same batch size."""
+
+    strategy: str
+    policy: Policy
+    predicted: float | None  # from costs and acceptance, without the prompts' own time; None: measured alone
+    ratio: float  # measured, prompts included: median over groups of them
+    ratio_low: float  # its lower quarter
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanEntry:
+    batch_size: int
+    chosen: Figure
+    runner_up: Figure | None  # the best of the others that were measured
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    conditions: Conditions
+    sample: Sample
+    entries: list[PlanEntry]
+    format_version: int = FORMAT_VERSION
+
+    def __post_init__(self) -> None:
+        sizes = [entry.batch_size for entry in self.entries]
+        if not sizes or sizes != sorted(set(sizes)) or sizes[0] < 1:
+            raise ValueError(f"{PLAN}: batch sizes {sizes} of its entries must ascend from 1 or more; {PLAN_AGAIN}")
+
+    def entry_for(self, num_rows: int) -> PlanEntry:
+        """That of the largest batch size not above `num_rows`; below all, the smallest's."""
+        return [self.entries[0], *(entry for entry in self.entries if entry.batch_size <= num_rows)][-1]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, manifest: Manifest) -> Self:
+        """ValueError when it is malformed, or chooses what the artifact of this manifest does not have."""
+        data = load_json(text, PLAN, PLAN_AGAIN)
+        version = data.get("format_version") if isinstance(data, dict) else None
+        if version is not None and version != FORMAT_VERSION:
+            raise ValueError(f"{PLAN}: format_version={version!r}, this HiSpec reads {FORMAT_VERSION}; {PLAN_AGAIN}")
+        plan = read_record(cls, data, PLAN, PLAN_AGAIN)
+        for entry in plan.entries:
+            try:
+                stages_of(entry.chosen.strategy, entry.chosen.policy, manifest)
+            except ValueError as error:
+                raise ValueError(f"{PLAN}: entry of batch size {entry.batch_size}: {error}; {PLAN_AGAIN}") from None
+        return plan
+
+
+def read_plan(artifact: Artifact, here: Conditions) -> Plan | None:
+    """The artifact's plan if it has one that holds here. A plan that does not is reported by a warning."""
+    path = artifact.path / PLAN
+    if not path.exists():
+        return None
+    try:
+        plan = Plan.from_json(path.read_text(encoding="utf-8"), artifact.manifest)
+    except (ValueError, OSError) as error:  # not all of them know the remedy
+        faults = [str(error).removesuffix(f"; {PLAN_AGAIN}")]
+    else:
+        faults = list(plan.conditions.misfits(here))
+        if not faults:
+            return plan
+    warnings.warn(f"{path} is ignored, decoding plainly: {'; '.join(faults)}; {PLAN_AGAIN}", stacklevel=3)
+    return None
+
+
+def write_plan(folder: Path, plan: Plan) -> None:
+    """It appears complete, or what was there before stays."""
+    temporary = folder / PLAN_TEMPORARY
+    temporary.write_text(plan.to_json(), encoding="utf-8")
+    temporary.replace(folder / PLAN)

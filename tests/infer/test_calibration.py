@@ -1,0 +1,177 @@
+"""What the planner is given: where seconds are put down, what is counted, and what comes of it. Time is a stand-in."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer import calibration
+from infer.calibration import compare, plan_batch, probe
+from infer.llm import LLM
+from infer.params import SamplingParams
+from infer.planner import PLAIN, Setting, settings
+from infer.strategy import Policy
+from tests.infer.test_profile import Clock
+from tests.tiny_artifact import load
+
+PARAMS = SamplingParams(temperature=0, max_tokens=12)
+PROMPTS = [[5, 9, 3], [7, 8, 9, 10, 11], [20, 21]]
+PLAIN_SETTING = Setting(PLAIN)
+
+
+@pytest.fixture(scope="module")
+def loaded(artifact: Path) -> LLM:
+    return load(artifact, strategy="autoregressive")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(calibration, "time", clock)
+    monkeypatch.setattr(calibration, "MIN_GROUPS", 3)
+    return clock
+
+
+def slowed(programs: dict[str, Callable], clock: Clock, seconds: Callable[[str], float]) -> dict[str, Callable]:
+    return {name: clock.slow(program, seconds(name)) for name, program in programs.items()}
+
+
+def as_intermediate(programs: dict[str, Callable]) -> dict[str, Callable]:
+    """The layers above the intermediate exit, which is the base's own head, do nothing: the two agree always."""
+    return programs | {"target.trunk": lambda x, *_: x}
+
+
+@pytest.fixture
+def llm(loaded: LLM) -> Any:
+    runner, before = loaded.engine.runner, loaded.engine.runner.programs
+    loaded.use(PLAIN)
+    yield loaded
+    runner.bind(before, bitwise=True)
+
+
+def test_seconds_of_calls_go_by_tier_and_width_and_the_rest_is_overhead(llm: LLM, clock: Clock, monkeypatch) -> None:
+    runner = llm.engine.runner
+    runner.bind(slowed(runner.programs, clock, lambda name: 2.0 if name.endswith("trunk") else 1.0), bitwise=False)
+    monkeypatch.setattr(llm.engine, "step", clock.slow(llm.engine.step, 4.0))
+    record = probe(llm, [PROMPTS[:1], PROMPTS[1:2]], Setting("layerskip", Policy(num_draft_tokens=3)), PARAMS)
+    # A draft: trunk, exit, unembedding. The target: three trunks, its exit, the unembedding.
+    assert {key: set(seconds) for key, seconds in record.calls.items()} == {
+        (0, 1): {4.0}, **{key: {8.0} for key in record.calls if key[0] == 2}
+    }  # fmt: skip
+    assert len(record.calls[2, 4]) > 3
+    assert set(record.overheads) == {4.0}
+
+
+def test_rounds_that_are_not_full_are_not_timed_but_judged(llm: LLM, clock: Clock, monkeypatch) -> None:
+    runner, sizes = llm.engine.runner, []
+    score = runner.score
+
+    def note(rows: Any, tier: int) -> Any:
+        if isinstance(llm.engine.round, calibration._TimedRound):  # not while it warms up
+            sizes.append(len(rows))
+        return score(rows, tier)
+
+    monkeypatch.setattr(runner, "score", note)
+    runner.bind(as_intermediate(runner.programs), bitwise=True)
+    setting = Setting("hispec", Policy(num_draft_tokens=2, window=4))
+    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (30, 30)]
+    prompts = [[5, 9, 3], [7] * 50]  # the second is full after 14 tokens
+    record = probe(llm, [prompts], setting, params[0])
+    assert sum(len(seconds) for seconds in record.calls.values()) == sizes.count(2) < len(sizes)
+    llm.use(*setting)
+    outputs = llm.generate(prompts, params)
+    assert record.verdicts[0] == []
+    for level, verdicts in enumerate(record.verdicts[1:]):
+        tiers = [output.metrics.tiers[level] for output in outputs]
+        counts = sum(t.num_draft_tokens for t in tiers), sum(t.num_accepted for t in tiers)
+        assert (sum(n for n, _ in verdicts), sum(n for _, n in verdicts)) == counts
+
+
+def test_a_text_too_short_to_draft_in_is_refused_with_the_remedy(llm: LLM) -> None:
+    for setting in (PLAIN_SETTING, Setting("layerskip")):
+        with pytest.raises(ValueError, match=r"no full round in which all of 1 prompts decode: raise --max-tokens=1 "):
+            probe(llm, [PROMPTS[:1]], setting, SamplingParams(temperature=0, max_tokens=1))
+    with pytest.raises(ValueError, match="hispec: no full round"):  # rounds there are, but none with room for drafts
+        probe(llm, [PROMPTS[2:]], Setting("hispec"), SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+    assert not llm.engine.has_unfinished
+
+
+def test_ratios_are_tokens_by_seconds_and_each_takes_its_turn_at_being_first(
+    llm: LLM, clock: Clock, monkeypatch
+) -> None:
+    runner, order = llm.engine.runner, []
+    runner.bind(slowed(as_intermediate(runner.programs), clock, lambda name: 10.0 if name == "target.trunk" else 0.5),
+                bitwise=False)  # fmt: skip
+    compared = [Setting("layerskip", Policy(num_draft_tokens=1)), Setting("hispec", Policy(num_draft_tokens=1))]
+    use = llm.use
+    monkeypatch.setattr(llm, "use", lambda *given, **more: (order.append(Setting(*given)), use(*given, **more)))
+    groups = [PROMPTS[:2], PROMPTS[1:], PROMPTS[:2]]
+    ratios = compare(llm, groups, compared, PARAMS)
+    contenders = [PLAIN_SETTING, *compared]
+    assert order == [contenders[i] for i in (0, 1, 2, 1, 2, 0, 2, 0, 1)]
+    for number, group in enumerate(groups):
+        speeds = []
+        for setting in contenders:
+            use(*setting)
+            start = clock.now
+            num_tokens = sum(len(out.outputs[0].token_ids) for out in llm.generate(group, PARAMS))
+            speeds.append(num_tokens / (clock.now - start))
+        assert [ratios[setting][number] for setting in compared] == pytest.approx([s / speeds[0] for s in speeds[1:]])
+    assert min(ratios[compared[1]]) > 1.5
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_a_target_that_its_intermediate_replaces_makes_hispec_the_plan(llm: LLM, clock: Clock, batch_size: int) -> None:
+    runner = llm.engine.runner
+    runner.bind(slowed(as_intermediate(runner.programs), clock, lambda name: 10.0 if name == "target.trunk" else 0.05),
+                bitwise=False)  # fmt: skip
+    entry = plan_batch(llm, PROMPTS, batch_size, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True), 0.03)
+    chosen, second = entry.chosen, entry.runner_up
+    assert entry.batch_size == batch_size and chosen.strategy == "hispec" and chosen.policy.window == 8
+    # 8 or more tokens for a call of the target; what is predicted leaves the prompt out
+    assert 5 < chosen.ratio < chosen.predicted < 12
+    assert chosen.ratio_low <= chosen.ratio
+    assert second is not None and second.strategy == "hispec" and 1 < second.ratio <= chosen.ratio
+    assert llm.strategy == PLAIN
+
+
+def test_where_every_candidate_loses_plain_decoding_is_the_plan(llm: LLM, clock: Clock) -> None:
+    runner = llm.engine.runner
+    runner.bind(slowed(runner.programs, clock, lambda _: 1.0), bitwise=False)  # drafts cost as much as the target
+    llm.use(PLAIN, verification="rejection")
+    entry = plan_batch(llm, PROMPTS[:2], 1, PARAMS, 0.0)
+    assert (entry.chosen.strategy, entry.chosen.ratio, entry.chosen.predicted) == (PLAIN, 1, 1)
+    assert entry.runner_up is not None and entry.runner_up.ratio < 1
+    assert llm.verification == "rejection"
+
+
+def test_an_artifact_without_lower_exits_is_planned_too(llm: LLM, clock: Clock, monkeypatch) -> None:
+    runner = llm.engine.runner
+    runner.bind(slowed(runner.programs, clock, lambda _: 1.0), bitwise=False)
+    monkeypatch.setattr(calibration, "settings", lambda manifest: {})
+    entry = plan_batch(llm, PROMPTS[:1], 1, PARAMS, 0.03)
+    assert entry.chosen.strategy == PLAIN and entry.runner_up is None
+
+
+def test_groups_fill_the_batch_and_hold_every_prompt() -> None:
+    prompts = [[i] for i in range(7)]
+    for batch_size in (1, 2, 3, 16):
+        groups = calibration._groups(prompts, batch_size)
+        assert {len(group) for group in groups} == {batch_size} and len(groups) >= calibration.MIN_GROUPS
+        assert {tuple(p) for group in groups for p in group} == {tuple(p) for p in prompts}
+
+
+def test_probed_settings_are_the_ends_of_each_strategys_grid(llm: LLM, clock: Clock, monkeypatch) -> None:
+    seen = []
+
+    def note(llm: LLM, groups: Any, setting: Setting, params: SamplingParams) -> Any:
+        seen.append(setting)
+        return probe(llm, groups, setting, params)
+
+    runner = llm.engine.runner
+    runner.bind(slowed(runner.programs, clock, lambda _: 1.0), bitwise=False)
+    monkeypatch.setattr(calibration, "probe", note)
+    plan_batch(llm, PROMPTS[:1], 1, PARAMS, 0.03)
+    grid = settings(llm.manifest)
+    assert seen == [PLAIN_SETTING, *(tried[end] for tried in grid.values() for end in (0, -1))]
