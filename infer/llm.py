@@ -43,8 +43,8 @@ class LLM:
 
     Args:
         artifact: folder that `python -m export` wrote.
-        strategy: one of `strategy.STRATEGIES`; `auto` follows the artifact's plan.json, which `python -m infer plan` writes,
-            and is `autoregressive` without one that holds here: see `follow_plan`.
+        strategy: one of `strategy.STRATEGIES`; `auto` follows the artifact's plan.json, which `python -m infer plan`
+            writes, and is `autoregressive` without one that holds here: see `follow_plan`.
         backend: `inductor`, `eager`, or `auto` for the fastest that the artifact holds.
         dtype: `float32` or `bfloat16`, as exported; None takes the artifact's first.
         device: `cpu` or `cuda`, as exported.
