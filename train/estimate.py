@@ -233,7 +233,8 @@ def _loss(model: EarlyExitModel, token_ids: Tensor, positions: Tensor | None) ->
         e.name: Readout(e.training_loss, model.exit_unembedding(e.name), model.draft_vocabs.get(e.name))
         for e in model.exits
     }
-    return torch.stack([loss.total for loss in exit_losses(judge, readouts, states).values()]).sum()
+    losses = exit_losses(judge, readouts, states, part=CHUNK)  # as on a GPU, which takes the most
+    return torch.stack([loss.total for loss in losses.values()]).sum()
 
 
 def _without_data(roots: Iterable[nn.Module]) -> list[Tensor]:

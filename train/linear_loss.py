@@ -49,11 +49,19 @@ class LossSum(NamedTuple):
 
 
 def exit_losses(
-    judge: Judge, exits: Mapping[str, Readout], states: Mapping[str, Tensor], chunk: int = CHUNK
+    judge: Judge,
+    exits: Mapping[str, Readout],
+    states: Mapping[str, Tensor],
+    chunk: int = CHUNK,
+    part: int | None = None,
 ) -> dict[str, LossSum]:
-    """The loss of every exit, by name; differentiable in `states` [N, E]. At least float32 whatever the states are."""
+    """The loss of every exit, by name; differentiable in `states` [N, E]. At least float32 whatever the states are.
+
+    part: tokens of a chunk whose laws are computed together; None: SLICE on a CPU, else the chunk.
+    """
     readouts = [exits[name] for name in states]
-    totals, terms = _ChunkedLosses.apply(judge, readouts, chunk, *states.values())
+    part = part or (SLICE if judge.states.is_cpu else chunk)
+    totals, terms = _ChunkedLosses.apply(judge, readouts, (chunk, part), *states.values())
     sums, first = {}, 0
     for n, (name, readout) in enumerate(zip(states, readouts)):
         weights = readout.loss.weights
@@ -67,8 +75,9 @@ class _ChunkedLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, judge: Judge, readouts: Sequence[Readout], chunk: int, *states: Tensor
+        ctx: Any, judge: Judge, readouts: Sequence[Readout], sizes: tuple[int, int], *states: Tensor
     ) -> tuple[Tensor, Tensor]:
+        chunk, size = sizes
         needed = [ctx.needs_input_grad[3 + n] for n in range(len(states))]
         gradients = [torch.zeros_like(own) if need else None for own, need in zip(states, needed)]
         rows = [_label_rows(judge.labels, readout.ids) for readout in readouts]
@@ -85,7 +94,7 @@ class _ChunkedLosses(torch.autograd.Function):
                     logits = readout.unembed(own)  # [n, V']
                 partition = None if readout.ids is None else partitions[readout.loss.temperature]
                 slopes = torch.empty_like(logits, requires_grad=False)
-                for cut in _slices(target):
+                for cut in (slice(first, first + size) for first in range(0, len(target), size)):
                     inner = None if partition is None else partition[cut]
                     laws = _laws(readout, target[cut], inner, logits.detach()[cut], rows[n][part][cut], dtype)
                     values, slopes[cut] = evaluate(readout.loss, laws)
@@ -105,12 +114,6 @@ class _ChunkedLosses(torch.autograd.Function):
         slopes = grad_outputs[0]  # [X]
         own = [None if g is None else g * slopes[n].to(g.dtype) for n, g in enumerate(ctx.gradients)]
         return (None, None, None, *own)
-
-
-def _slices(chunk: Tensor) -> list[slice]:
-    """The rows of a chunk that are worked on together; a GPU takes all."""
-    size = SLICE if chunk.is_cpu else max(1, len(chunk))
-    return [slice(start, start + size) for start in range(0, len(chunk), size)]
 
 
 def _laws(
