@@ -38,7 +38,7 @@ ARTIFACT := artifacts/$(NAME)
 
 EXPORT_ARGS   := --checkpoint $(SHIPPED) --output $(ARTIFACT) --backend inductor,eager --dtype bfloat16 --overwrite
 GENERATE_ARGS := $(ARTIFACT) --strategy layerskip --max-tokens 64 --check --prompt 'Explain to a child why the sky is blue.'
-BENCH_ARGS    := $(ARTIFACT) --prompts configs/data/prompts.jsonl --num-prompts 6 --max-tokens 64 --strategies autoregressive,layerskip,hispec
+BENCH_ARGS    := $(ARTIFACT) --prompts configs/data/prompts.jsonl --num-prompts 6 --max-tokens 64 --strategies autoregressive,layerskip,hispec,prompt_lookup,ngram_layerskip
 
 # What the shipped exits give; then the same exits, trained further on text that they have not seen: before and after.
 demo: $(ARTIFACT)/hispec.json | venv
