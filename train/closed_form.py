@@ -81,7 +81,7 @@ def _observations(
         if exit_.head in ("linear", "linear_layer"):
             features.append(below)
         if head.entry is not None and head.entry.context_norm is not None:
-            states = context_states(hidden[num_layers], torch.where(back <= exit_.context, back, 0))
+            states = context_states(hidden[num_layers], back, exit_.context)
             features.append(head.entry.context_norm(states.to(head.dtype)))
         rest = wanted.double() - below.double()
         found[name] = torch.cat([f[0, before_label].double() for f in features], dim=-1), rest[0, before_label]

@@ -47,8 +47,12 @@ def always_back(positions: Tensor, drafted: Tensor, offset: int) -> Tensor:
     return torch.where(drafted & (positions >= offset), offset, 0)
 
 
-def context_states(last: Tensor, back: Tensor) -> Tensor:
-    """last [B, T, D], the target's hidden states, → those `back` [B, T] positions earlier, zeros where that is 0."""
+def context_states(last: Tensor, back: Tensor, reach: int) -> Tensor:
+    """last [B, T, D], the target's hidden states, → those `back` [B, T] positions earlier.
+
+    Zeros where `back` is 0 or more than `reach`, an exit's own `context`.
+    """
     columns = torch.arange(last.shape[1], device=last.device) - back
     states = last.gather(1, columns.unsqueeze(-1).expand_as(last))
-    return torch.where((back > 0).unsqueeze(-1), states, 0.0)  # not a product: padding may hold inf in float16
+    is_within = (back > 0) & (back <= reach)
+    return torch.where(is_within.unsqueeze(-1), states, 0.0)  # not a product: padding may hold inf in float16

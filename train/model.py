@@ -138,8 +138,7 @@ class EarlyExitModel(nn.Module):
         states = {}
         for exit_, hidden in zip(self.exits, passed.below, strict=True):
             if exit_.context:
-                within = torch.where(back <= exit_.context, back, 0)
-                hidden = torch.cat([hidden, context_states(passed.last, within)], dim=-1)
+                hidden = torch.cat([hidden, context_states(passed.last, back, exit_.context)], dim=-1)
             if exit_.context or not only_context:
                 states[exit_.name] = self.heads[exit_.name](hidden, passed.positions, **passed.attention)
         return states

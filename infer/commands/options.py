@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -85,13 +86,8 @@ def load_llm(args: argparse.Namespace, strategy: str, verification: str = "ident
         max_num_prefill_tokens=args.max_num_prefill_tokens,
         enable_prefix_caching=args.enable_prefix_caching,
         bitwise=args.bitwise,
-        num_draft_tokens=args.num_draft_tokens,
-        window=args.window,
-        inner_rounds=args.inner_rounds,
-        num_lookup_tokens=args.num_lookup_tokens,
-        max_ngram=args.max_ngram,
-        min_ngram=args.min_ngram,
         verification=verification,
+        **asdict(policy_of(args)),
     )
 
 

@@ -39,7 +39,7 @@ def test_they_equal_a_solver_that_sees_all_states_at_once(head: str, context: in
         if context:
             positions = torch.arange(len(row.token_ids)).unsqueeze(0)
             back = tokens_back(positions, after_prompt(torch.tensor([row.loss_mask])), context, draw)
-            states = model.heads["draft"].entry.context_norm(context_states(hidden[LAYERS], back))
+            states = model.heads["draft"].entry.context_norm(context_states(hidden[LAYERS], back, context))
             contexts.append(states[0, labels].detach())
     h, y = torch.cat(below).double(), torch.cat(wanted).double()
     features = ([h] if head != "layer" else []) + ([torch.cat(contexts).double()] if context else [])

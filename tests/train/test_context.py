@@ -54,7 +54,7 @@ def test_the_states_are_those_so_many_positions_back() -> None:
     last = torch.arange(24.0).view(2, 6, 2) + 1
     last[0, 5] = float("inf")  # as in padding, whose states may overflow; nobody is to read them
     back = torch.tensor([[0, 1, 2, 3, 1, 0], [0, 0, 1, 1, 4, 5]])
-    got = context_states(last, back)
+    got = context_states(last, back, reach=5)
     for b in range(2):
         for t in range(6):
             want = last[b, t - back[b, t]] if back[b, t] else torch.zeros(2)
