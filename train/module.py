@@ -95,14 +95,15 @@ class EarlyExitModule(LightningModule):
         self.heads_dtype = dtype_of(heads_dtype, "model.heads_dtype")
         self.model = EarlyExitModel(load_base(base, revision, dtype), exits)
         self.model.heads.float().train()
+        self.is_warm = warm_start is not None
         if warm_start is not None:
             self.model.load_heads(warm_start)
-        self._closed_form_labels = 0 if warm_start is not None else closed_form_labels
+        self._closed_form_labels = 0 if self.is_warm else closed_form_labels
         self._step = Step(max_skipped_steps)
         self._stopped: dict[str, Any] = {}  # what a checkpoint held of the moment at which it was written
         self.num_draft_tokens = num_draft_tokens
         self.costs = default_costs(self.model) | (costs or {})
-        self._figures = self._new_figures()
+        self.figures = self._new_figures()
 
     # ---- set-up ----
 
@@ -245,7 +246,7 @@ class EarlyExitModule(LightningModule):
         return Figures([e.name for e in self.model.exits], self.costs, self.num_draft_tokens)
 
     def on_validation_epoch_start(self) -> None:
-        self._figures = self._new_figures()
+        self.figures = self._new_figures()
 
     def validation_step(self, batch: Batch, _: int) -> None:
         model, drafted = self.model, after_prompt(batch.loss_mask)
@@ -263,7 +264,7 @@ class EarlyExitModule(LightningModule):
             for name, own in labels.exits.items():
                 picks[name].append(top_ids(own, model.exit_unembedding(name), model.draft_vocabs.get(name)))
         by_place = {name: torch.stack(own) for name, own in picks.items()}
-        self._figures.update(losses, {"target": target_picks, **by_place}, labels.breaks)
+        self.figures.update(losses, {"target": target_picks, **by_place}, labels.breaks)
 
     def on_validation_epoch_end(self) -> None:
         self._log_figures("val")
@@ -279,9 +280,9 @@ class EarlyExitModule(LightningModule):
 
     def _log_figures(self, stage: str) -> None:
         """Figures of all ranks together."""
-        sums = torch.tensor(self._figures.sums(), dtype=torch.float64, device=self.device)
-        self._figures.set_sums(self.trainer.strategy.reduce(sums, reduce_op="sum").tolist())
-        for key, value in self._figures.named().items():
+        sums = torch.tensor(self.figures.sums(), dtype=torch.float64, device=self.device)
+        self.figures.set_sums(self.trainer.strategy.reduce(sums, reduce_op="sum").tolist())
+        for key, value in self.figures.named().items():
             self.log(f"{stage}/{key}", value, prog_bar=key in ("acceptance_length", "speedup"))
 
     # ---- checkpoints ----

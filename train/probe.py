@@ -1,8 +1,9 @@
 """`python -m train probe`: how good an exit would be at each depth, before any is trained.
 
 Linear heads are fitted on some training rows and scored on held-out ones, beside the untrained native heads. What they
-would be worth is told by the figures of validation: rounds walked over the picks, calls priced by `train.costs`. This
-file knows nothing of how heads are fitted or tables drawn.
+would be worth is told by the figures of validation: rounds walked over the picks, calls priced by `train.costs`. Exits
+that `model.warm_start` brings are scored on the same labels. This file knows nothing of how heads are fitted or tables
+drawn.
 """
 
 # Shape legend: N label positions, L layers of the base, V' ids that an exit can propose
@@ -19,11 +20,13 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 import yaml
+from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from infer.strategy import Policy
 from train.acceptance import Acceptance, Walk
 from train.base_model import base_fingerprint
+from train.batches import collate, widen
 from train.chat import Encoded
 from train.costs import check_costs, default_costs, measured_ratios, single_exit_speedup, walk_speedup
 from train.data import DistillationDataModule
@@ -141,6 +144,18 @@ class Exit(NamedTuple):
     speedup: float  # of `layerskip` with this exit alone
 
 
+class TrainedExit(NamedTuple):
+    """One exit of `model.warm_start`, against the target."""
+
+    name: str
+    head: HeadKind
+    depth: int
+    cost: float
+    agreement: float  # at the first place of a window
+    acceptance_length: float
+    speedup: float
+
+
 class Pair(NamedTuple):
     """Two linear heads under `hispec`."""
 
@@ -164,6 +179,7 @@ class Probe:
     exits: Mapping[HeadKind, list[Exit]]  # by depth
     fits: list[Fit]  # by depth
     pairs: list[Pair]
+    trained: list[TrainedExit]  # by depth; empty without model.warm_start
 
     def best_exit(self, head: HeadKind = "linear") -> Exit:
         return max(self.exits[head], key=lambda exit_: exit_.speedup)
@@ -198,6 +214,28 @@ def worth_of_pairs(scores: Scores, costs: Sequence[float], target_cost: float, p
         speedup = walk_speedup(walk, [costs[draft], costs[intermediate], target_cost])
         pairs.append(Pair(draft + 1, intermediate + 1, speedup))
     return pairs
+
+
+def worth_of_trained(module: EarlyExitModule, rows: Sequence[Encoded], costs: Mapping[str, float]) -> list[TrainedExit]:
+    """The module's own exits, as validation counts them; costs by name, the target's included."""
+    module.eval()
+    module.on_validation_epoch_start()
+    device = module.model.family.unembedding.device
+    with torch.no_grad():
+        for n, row in enumerate(rows):
+            batch = widen(collate([row]), module.model.family.max_positions)
+            module.validation_step(move_data_to_device(batch, device), n)
+    found = module.figures.named()
+    return [
+        TrainedExit(
+            exit_.name,
+            exit_.head,
+            exit_.layer,
+            costs[exit_.name],
+            *(found[f"{exit_.name}/{figure}"] for figure in ("agreement", "acceptance_length", "speedup")),
+        )
+        for exit_ in module.model.exits
+    ]
 
 
 # ---- the command ----
@@ -240,6 +278,7 @@ def probe(
         exits={k: worth(scores, k, priced[k], target_cost, module.num_draft_tokens) for k in KINDS},
         fits=fits,
         pairs=worth_of_pairs(scores, priced["linear"], target_cost, policy),
+        trained=worth_of_trained(module, rows.scored, module.costs) if module.is_warm else [],
     )
 
 

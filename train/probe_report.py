@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from infer.commands.options import check_output, write_whole
-from train.probe import Probe, ProbeOptions
+from train.probe import Probe, ProbeOptions, TrainedExit
 
 _DRAWINGS = (".png", ".svg")
 _FEW = 8  # labels per hidden dimension, below which a fit learns its tokens by heart
@@ -59,6 +59,13 @@ def _table(probe: Probe) -> Table:
     return table
 
 
+def _trained_line(exit_: TrainedExit) -> str:
+    return (
+        f"Trained {exit_.name} ({exit_.head} at depth {exit_.depth}, cost {exit_.cost:.3f}): agreement "
+        f"{exit_.agreement:.1%}, acceptance length {exit_.acceptance_length:.2f}, predicted {exit_.speedup:.2f}."
+    )
+
+
 def verdict(probe: Probe) -> list[str]:
     """Where the figures come from, and which exits to train."""
     labels, single, pair = probe.num_labels, probe.best_exit(), probe.best_pair
@@ -75,7 +82,9 @@ def verdict(probe: Probe) -> list[str]:
             f"Two exits: draft at {pair.draft}, intermediate at {pair.intermediate}, predicted {pair.speedup:.2f} "
             f"(hispec, γ = {probe.policy.num_draft_tokens}, N_i = {probe.policy.window})."
         )
-    if max(single.speedup, native.speedup, 0.0 if pair is None else pair.speedup) <= 1:
+    lines += [_trained_line(exit_) for exit_ in probe.trained]
+    speedups = [single.speedup, native.speedup, *(e.speedup for e in probe.trained)]
+    if max(*speedups, 0.0 if pair is None else pair.speedup) <= 1:
         lines.append("At these costs none of them is faster than plain decoding as it stands.")
     lines.append(
         "A guide, not a forecast: a trained `layer` head agrees more than a linear one, and costs a layer more."
@@ -108,6 +117,7 @@ def record(probe: Probe) -> dict[str, Any]:
         "native": [exit_._asdict() for exit_ in probe.exits["native"]],
         "linear": [exit_._asdict() | fit for exit_, fit in zip(probe.exits["linear"], fits, strict=True)],
         "pairs": [own._asdict() for own in probe.pairs],
+        "trained": [own._asdict() for own in probe.trained],
         "best": {
             "native": probe.best_exit("native")._asdict(),
             "linear": probe.best_exit()._asdict(),
@@ -134,6 +144,10 @@ def _draw(probe: Probe, path: Path) -> None:
             places = [getattr(exit_, x) for exit_ in exits]
             axes.plot(places, [e.agreement for e in exits], f"C0{style}", label=f"{kind}: agreement")
             axes.plot(places, [e.acceptance for e in exits], f"C1{style}", label=f"{kind}: acceptance")
+        for exit_ in probe.trained:
+            place = (getattr(exit_, x), exit_.agreement)
+            axes.plot(*place, "C2*", markersize=11)
+            axes.annotate(f"{exit_.name} (trained)", place, xytext=(6, 4), textcoords="offset points", fontsize="small")
         axes.axvline(getattr(probe.best_exit(), x), color="0.7", zorder=0, label="best single linear exit")
         axes.set(xlabel=label, ylim=(0, 1))
         axes.grid(alpha=0.3)

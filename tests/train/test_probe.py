@@ -11,6 +11,7 @@ from torch import nn
 
 from infer.strategy import Policy
 from tests.tiny_models import FAMILIES, NUM_LAYERS, VOCAB_SIZE
+from train.base_model import load_base
 from train.chat import Encoded
 from train.cli import main
 from train.costs import default_costs, measured_ratios
@@ -289,6 +290,26 @@ def test_measured_costs_hold_at_their_depths(config, tmp_path, tiny_model):
     given, target_cost = costs(*flags)
     assert [given[0], given[1], given[4]] == pytest.approx([0.11, 0.2, 0.9]) and target_cost == 1.1
     assert given[1] < given[2] < given[3] < given[4]
+
+
+def test_exits_of_a_warm_start_are_scored_on_the_same_labels(config, base_folder, tmp_path, capsys):
+    """A `linear` head with W = 0 picks as the native one at its depth: all figures but the price must be the same."""
+    exits = [{"name": "low", "layer": 2, "head": "linear"}, {"name": "high", "layer": 4, "head": "linear"}]
+    model = EarlyExitModel(load_base(str(base_folder), None, "float32"), [ExitConfig(**e) for e in exits])
+    model.save_heads(tmp_path / "heads")
+    flags = ["--num_tokens", "216", "--model.exits", json.dumps(exits)]
+    assert probe(config, tmp_path, *flags)["trained"] == []
+    found = probe(config, tmp_path, *flags, "--model.warm_start", str(tmp_path / "heads"))
+    out = capsys.readouterr().out
+    assert [(e["name"], e["depth"], e["head"]) for e in found["trained"]] == [
+        ("low", 2, "linear"),
+        ("high", 4, "linear"),
+    ]
+    for exit_ in found["trained"]:
+        native, linear = (found[kind][exit_["depth"] - 1] for kind in ("native", "linear"))
+        assert exit_["agreement"] == native["agreement"] and exit_["cost"] == linear["cost"]
+        assert exit_["acceptance_length"] == native["acceptance_length"]
+        assert f"Trained {exit_['name']} (linear at depth {exit_['depth']}, cost {exit_['cost']:.3f}): agreement" in out
 
 
 @pytest.mark.parametrize(("suffix", "begin"), [("png", b"\x89PNG"), ("svg", b"<?xml")])

@@ -48,10 +48,10 @@ def test_rounds_and_accepted_drafts_are_the_engines(head, context):
     for request in requests:
         prompt, answer = list(request.prompt_token_ids), list(request.token_ids)
         row = Encoded(prompt + answer, [False] * len(prompt) + [True] * len(answer))
-        module._figures = Figures(["draft"], {"draft": 0.1, "target": 1.0}, GAMMA)
+        module.figures = Figures(["draft"], {"draft": 0.1, "target": 1.0}, GAMMA)
         with torch.no_grad():
             module.validation_step(collate([row]), 0)
-        counted = module._figures.acceptance["draft", "target"]
+        counted = module.figures.acceptance["draft", "target"]
         (served,) = request.output().metrics.tiers
         # a last round may go beyond the text's end
         assert abs(counted.num_rounds - served.num_drafts) <= 1
