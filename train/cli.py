@@ -1,5 +1,5 @@
-"""The command line: `fit`, `validate` and `test` through LightningCLI; `estimate`, `lint` and `probe` before them;
-`generate`.
+"""The command line: `fit`, `validate` and `test` through LightningCLI; `estimate`, `lint` and `probe` before them, and
+`measure` after them; `generate`.
 
 Three traps of LightningCLI are mended: a second run overwrites its config.yaml, what the command line says holds
 against what a checkpoint stores, and mistakes come as one line. Imports are late, so that --help is quick.
@@ -31,6 +31,7 @@ commands:
   fit        estimate and lint, then train the exits; leaves checkpoints and heads/ under trainer.default_root_dir
   validate   loss, acceptance and predicted speed-up of every exit on held-out text
   test       the same, logged as test/…
+  measure    the same acceptance as validation counts it and as the engine of an artifact does, on one text
   generate   make training text with the base model itself (resumable)
 
 common options of all but generate (each key of the config is one: --section.key VALUE):
@@ -63,7 +64,7 @@ _NOISE = (
 _GPU_TFLOPS, _CPU_TFLOPS = 50.0, 0.2
 
 LIGHTNING_COMMANDS = ("fit", "validate", "test")
-COMMANDS = ("estimate", "lint", "probe", *LIGHTNING_COMMANDS, "generate")
+COMMANDS = ("estimate", "lint", "probe", *LIGHTNING_COMMANDS, "measure", "generate")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,6 +97,8 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
         return run_lint
     if name == "probe":
         return run_probe
+    if name == "measure":
+        return run_measure
     if name in LIGHTNING_COMMANDS:
         return lambda argv: run_lightning([name, *argv])
     raise ValueError(f"{name!r} is no command; expected one of {', '.join(COMMANDS)}")
@@ -189,6 +192,34 @@ def run_probe(argv: Sequence[str]) -> int:
         probe_report.show(_console(), found)
         probe_report.write(found, options)
     return 0
+
+
+def run_measure(argv: Sequence[str]) -> int:
+    """`measure`: 1 if validation and engine differ by more than --tolerance."""
+    from infer.llm import LLM
+    from train import measure
+    from train.engine_author import check_base
+
+    options, rest = measure.parse_options(argv)
+    _quieten()
+    cli = make_cli(["fit", *rest], run=False)
+    module, data = cli.model, cli.datamodule
+    if not module.is_warm:
+        raise ValueError("measure: model.warm_start is not set: name the folder heads/ that the artifact was made of")
+    vocab_sizes = [
+        len(module.model.draft_vocabs[e.name]) if e.name in module.model.draft_vocabs else None
+        for e in module.model.exits
+    ]
+    manifest = measure.check_artifact(options.artifact, module.model.exits, vocab_sizes)
+    check_base(manifest, options.artifact, cli.config.fit.model.base, cli.config.fit.model.revision)
+    data.setup("fit")
+    module.model.place(cli.trainer.strategy.root_device)
+    found = measure.measure(
+        module, LLM(options.artifact, "layerskip"), data.val_rows[: options.num_prompts], options.max_new_tokens
+    )
+    _console().print(measure.table(found))
+    _console().print(f"largest difference {found.largest_difference:.1f} points, allowed {options.tolerance:g}")
+    return 0 if found.largest_difference <= options.tolerance else 1
 
 
 def _quieten() -> None:

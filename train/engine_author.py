@@ -5,6 +5,8 @@ Knows nothing of texts or rows.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from infer.llm import LLM
 from infer.manifest import MANIFEST, Manifest
 from infer.request import Request
@@ -51,18 +53,25 @@ def check_artifact(options: GenerateOptions) -> None:
             as everywhere).
     """
     assert options.artifact is not None
-    path = options.artifact / MANIFEST
-    if not path.is_file():
-        raise ValueError(
-            f"--artifact {options.artifact}: no {MANIFEST} there; give a folder that `python -m export` wrote"
-        )
-    manifest = Manifest.from_json(path.read_text(encoding="utf-8"))
+    manifest = read_manifest(options.artifact)
     if options.batch_size > manifest.limits.max_batch:
         raise ValueError(f"--batch_size={options.batch_size}: the artifact allows at most {manifest.limits.max_batch}")
-    if options.base is None:
-        return
-    if config_sha256(load_config(options.base, options.revision)) != manifest.base.config_sha256:
+    if options.base is not None:
+        check_base(manifest, options.artifact, options.base, options.revision)
+
+
+def read_manifest(artifact: Path) -> Manifest:
+    """What the artifact says of itself, read without a look at its other files."""
+    path = artifact / MANIFEST
+    if not path.is_file():
+        raise ValueError(f"--artifact {artifact}: no {MANIFEST} there; give a folder that `python -m export` wrote")
+    return Manifest.from_json(path.read_text(encoding="utf-8"))
+
+
+def check_base(manifest: Manifest, artifact: Path, base: str, revision: str | None) -> None:
+    """ValueError unless the artifact was made of `base`."""
+    if config_sha256(load_config(base, revision)) != manifest.base.config_sha256:
         raise ValueError(
-            f"--artifact {options.artifact} was exported from {manifest.base.name!r}, whose config differs from that "
-            f"of the base {options.base!r}: give that base's artifact, or --artifact alone"
+            f"--artifact {artifact} was exported from {manifest.base.name!r}, whose config differs from that "
+            f"of the base {base!r}: give that base's artifact, or --artifact alone"
         )

@@ -20,18 +20,17 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 import yaml
-from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from infer.strategy import Policy
 from train.acceptance import Acceptance, Walk
 from train.base_model import base_fingerprint
-from train.batches import collate, widen
 from train.chat import Encoded
 from train.costs import check_costs, default_costs, measured_ratios, single_exit_speedup, walk_speedup
 from train.data import DistillationDataModule
 from train.depths import KINDS, Scores, exits_everywhere, fit_heads, score
 from train.heads import ExitConfig, HeadKind, choose_draft_vocab
+from train.measure import count
 from train.module import EarlyExitModule
 from train.ridge import Fit
 
@@ -218,14 +217,7 @@ def worth_of_pairs(scores: Scores, costs: Sequence[float], target_cost: float, p
 
 def worth_of_trained(module: EarlyExitModule, rows: Sequence[Encoded], costs: Mapping[str, float]) -> list[TrainedExit]:
     """The module's own exits, as validation counts them; costs by name, the target's included."""
-    module.eval()
-    module.on_validation_epoch_start()
-    device = module.model.family.unembedding.device
-    with torch.no_grad():
-        for n, row in enumerate(rows):
-            batch = widen(collate([row]), module.model.family.max_positions)
-            module.validation_step(move_data_to_device(batch, device), n)
-    found = module.figures.named()
+    found = count(module, rows).named()
     return [
         TrainedExit(
             exit_.name,

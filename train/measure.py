@@ -1,0 +1,170 @@
+"""`python -m train measure`: what validation says of exits and what the engine counts, on one and the same text.
+
+The engine of an artifact answers the held-out prompts greedily and counts what its target accepts; then validation
+counts on those very answers. Both walk the same rounds, so what differs is arithmetic: compiled programs against the
+model that trains. More than that is a fault of one of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from rich.table import Table
+
+from infer.llm import LLM
+from infer.manifest import Manifest
+from infer.output import check_whole
+from infer.params import SamplingParams
+from infer.stats import TierStats
+from infer.strategy import Policy
+from train.batches import collate, widen
+from train.chat import Encoded
+from train.engine_author import read_manifest
+from train.figures import TARGET, Figures
+from train.heads import ExitConfig
+from train.module import EarlyExitModule
+
+# ---- options ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureOptions:
+    """What `measure` takes besides the options of `fit`."""
+
+    artifact: Path
+    num_prompts: int = 32
+    max_new_tokens: int = 96
+    tolerance: float = 3.0  # points
+
+    def __post_init__(self) -> None:
+        for name in ("num_prompts", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name}={getattr(self, name)} must be at least 1")
+        if not self.tolerance > 0:
+            raise ValueError(f"--tolerance={self.tolerance:g} must be greater than 0 (points)")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def parse_options(argv: Sequence[str]) -> tuple[MeasureOptions, list[str]]:
+    """Our own options, and the rest, which is for LightningCLI."""
+    parser = _Parser(
+        prog="python -m train measure",
+        description="Acceptance as validation counts it and as the engine does, on the same text.",
+        epilog="All options of `python -m train fit` are taken too; model.warm_start names the exits.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--artifact", type=Path, required=True, help="folder that `python -m export` made of the exits")
+    parser.add_argument("--num_prompts", type=int, default=32, help="held-out rows whose prompts are answered")
+    parser.add_argument("--max_new_tokens", type=int, default=96, help="longest answer, in tokens")
+    parser.add_argument("--tolerance", type=float, default=3.0, help="points by which the two may differ (default 3)")
+    options, rest = parser.parse_known_args(argv)
+    return MeasureOptions(**vars(options)), rest
+
+
+# ---- the two counts ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """The draft exit under `layerskip`, on one text."""
+
+    exit: str
+    num_tokens: int
+    validated: list[float]  # [γ], share of rounds in which the first j + 1 drafts were accepted
+    served: list[float]
+    validated_length: float  # mean acceptance length
+    served_length: float
+
+    @property
+    def largest_difference(self) -> float:
+        """In points."""
+        return 100 * max(abs(a - b) for a, b in zip(self.validated, self.served, strict=True))
+
+
+def count(module: EarlyExitModule, rows: Sequence[Encoded]) -> Figures:
+    """Validation's figures over `rows`, outside of a Trainer."""
+    module.eval()
+    module.on_validation_epoch_start()
+    family = module.model.family
+    with torch.no_grad():
+        for n, row in enumerate(rows):
+            batch = widen(collate([row]), family.max_positions)
+            module.validation_step(move_data_to_device(batch, family.unembedding.device), n)
+    return module.figures
+
+
+def measure(module: EarlyExitModule, llm: LLM, rows: Sequence[Encoded], max_new_tokens: int) -> Measured:
+    """Let `llm` answer the rows' prompts, then count on the answers.
+
+    Args:
+        llm: of an artifact of the module's own exits.
+        rows: what stands before their first label is the prompt.
+
+    Raises:
+        ValueError: no prompt leaves room for an answer, or a request failed.
+    """
+    room = min(llm.manifest.limits.max_model_len, module.model.family.max_positions) - max_new_tokens
+    prompts = [prompt for prompt in map(_prompt, rows) if 0 < len(prompt) <= room]
+    if not prompts:
+        raise ValueError(f"--max_new_tokens={max_new_tokens}: no held-out prompt leaves room for so many; lower it")
+    gamma, draft = module.num_draft_tokens, module.model.exits[0].name
+    llm.use("layerskip", Policy(num_draft_tokens=gamma))
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=max_new_tokens))
+    check_whole(outputs)
+    served = TierStats.total(
+        TierStats(t.num_drafts, t.num_draft_tokens, t.num_accepted, list(t.accepted_lengths))
+        for output in outputs
+        for t in output.metrics.tiers
+    )
+    texts = [list(output.outputs[0].token_ids) for output in outputs]
+    answered = [Encoded(p + t, [False] * len(p) + [True] * len(t)) for p, t in zip(prompts, texts, strict=True)]
+    counted = count(module, answered).acceptance[draft, TARGET]
+    return Measured(
+        exit=draft,
+        num_tokens=sum(map(len, texts)),
+        validated=counted.rates,
+        served=[sum(served.accepted_lengths[j + 1 :]) / max(1, served.num_drafts) for j in range(gamma)],
+        validated_length=counted.length,
+        served_length=1 + served.num_accepted / max(1, served.num_drafts),
+    )
+
+
+def _prompt(row: Encoded) -> list[int]:
+    return list(row.token_ids[: row.loss_mask.index(True)])
+
+
+def check_artifact(path: Path, exits: Sequence[ExitConfig], vocab_sizes: Sequence[int | None]) -> Manifest:
+    """Its manifest; ValueError unless the artifact has these exits."""
+    manifest = read_manifest(path)
+    have = [(e.name, e.layer, e.head, e.vocab_size, e.context) for e in manifest.exits if e.name != TARGET]
+    want = [(e.name, e.layer, e.head, size, e.context) for e, size in zip(exits, vocab_sizes, strict=True)]
+    if have != want:
+        raise ValueError(
+            f"--artifact {path} has the exits {have} (name, layer, head, vocab_size, context), the config {want}: give "
+            "the artifact that was made of model.warm_start"
+        )
+    return manifest
+
+
+def table(found: Measured) -> Table:
+    rows = Table(title=f"{found.exit}, {found.num_tokens} tokens, layerskip", title_justify="left")
+    rows.add_column("")
+    names = [f"{j} accepted" if j == 1 else f"first {j}" for j in range(1, len(found.served) + 1)]
+    for name in (*names, "acceptance length"):
+        rows.add_column(name, justify="right")
+    for name, rates, length in (
+        ("validation", found.validated, found.validated_length),
+        ("engine", found.served, found.served_length),
+    ):
+        rows.add_row(name, *(f"{rate:.1%}" for rate in rates), f"{length:.3f}")
+    return rows
