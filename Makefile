@@ -39,11 +39,13 @@ ARTIFACT := artifacts/$(NAME)
 EXPORT_ARGS   := --checkpoint $(SHIPPED) --output $(ARTIFACT) --backend inductor,eager --dtype bfloat16 --overwrite
 GENERATE_ARGS := $(ARTIFACT) --strategy layerskip --max-tokens 64 --check --prompt 'Explain to a child why the sky is blue.'
 BENCH_ARGS    := $(ARTIFACT) --prompts configs/data/prompts.jsonl --num-prompts 6 --max-tokens 64 --strategies autoregressive,layerskip,hispec,prompt_lookup,ngram_layerskip
+MEASURE_ARGS  := --config $(CONFIG) --artifact $(ARTIFACT) --num_prompts 16 --max_new_tokens 64
 
-# What the shipped exits give; then the same exits, trained further on text that they have not seen: before and after.
+# What the shipped exits give, and whether training's figures are the engine's; then the same exits, trained further on text that they have not seen: before and after.
 demo: $(ARTIFACT)/hispec.json | venv
 	$(PASSIVE) $(PY) -m infer generate $(GENERATE_ARGS)
 	$(PY) -m infer bench $(BENCH_ARGS)
+	$(PASSIVE) $(PY) -m train measure $(MEASURE_ARGS)
 	$(PASSIVE) $(PY) -m train validate --config $(CONFIG)
 	test -e $(RUN)/heads || $(PASSIVE) $(PY) -m train fit --config $(CONFIG)
 	$(PASSIVE) $(PY) -m train validate --config $(CONFIG) --model.warm_start $(RUN)/heads
