@@ -25,11 +25,11 @@ from infer.planner import (
     Setting,
     chances,
     choose,
-    lookups,
     lower_quarter,
     predict,
     settings,
     shortlist,
+    unpredicted,
 )
 from infer.row import Row
 from infer.strategy import stages_of
@@ -108,7 +108,7 @@ def plan_batch(
             odds = [chances(verdicts) for verdicts in records[tried[-1]].verdicts]
             for setting in tried:
                 predicted[setting] = predict(stages_of(*setting, llm.manifest), odds, costs, batch_size)
-        compared = shortlist(predicted, expected, NUM_COMPARED, LEAST_PREDICTED) + lookups(llm.manifest)
+        compared = shortlist(predicted, expected, NUM_COMPARED, LEAST_PREDICTED) + unpredicted(llm.manifest)
         ratios = compare(llm, groups, compared, params, lambda text: on_progress(f"batch {batch_size}: {text}"))
     finally:
         llm.use(PLAIN, verification=llm.verification)

@@ -44,12 +44,16 @@ class Stage:
             one that only looks up.
         window: the stage stops repeating for a row once this many of its tokens wait for the target.
         lookup: of the first stage: it looks for proposals in the row's text, and acts in rows without any.
+        confidence_threshold: the stage also stops repeating for a row once its exit gave no id so much probability
+            where it appended its own token; 0 is off. It looks at that exit's law and never at the token drawn from it,
+            so that drafts stay samples of the law, as the rejection rule must have them.
     """
 
     tier: int
     repeats: int
     window: int
     lookup: Lookup | None = None
+    confidence_threshold: float = 0.0
 
 
 class _Batch:
@@ -76,6 +80,7 @@ class Round:
         self.rule = rule or IdentityRule()
         self.stats = [TierStats() for _ in stages]
         self._verdicts: list[tuple[Row, int, int, int]] = []  # of this round: row, level, drafted, accepted
+        self._unsure: list[set[Row]] = [set() for _ in stages]  # by level: rows that it no longer repeats for
         self._batch = _Batch((), runner.device)
 
     @property
@@ -101,8 +106,9 @@ class Round:
     def _run_stage(self, rows: list[Row], level: int) -> None:
         if self.stages[level].lookup is not None:
             rows = self._look_up(rows, level)
+        self._unsure[level].clear()
         for _ in range(self.stages[level].repeats):
-            rows = [row for row in rows if self._has_room(row, level)]
+            rows = [row for row in rows if self._has_room(row, level) and row not in self._unsure[level]]
             if not rows:
                 return
             if level > 0:
@@ -167,6 +173,8 @@ class Round:
             rows, level, is_target, processed, self.runner.vocabs[tier], self._batch.params, starts, counts, drafted
         )
         verdicts, is_broken = self.rule.judge(lines)
+        if self.stages[level].confidence_threshold:
+            self._note_unsure(lines, [accepted for accepted, _ in verdicts])
         first = 0
         for row, start, proposed, count, (accepted, own) in zip(rows, starts, drafted, counts, verdicts, strict=True):
             here = slice(first, first + count)
@@ -183,6 +191,17 @@ class Round:
                 row.append(0)  # a lower exit's broken pick is just a bad guess
             if proposed:
                 self._verdicts.append((row, level, len(proposed), accepted))
+
+    def _note_unsure(self, lines: Lines, num_accepted: Sequence[int]) -> None:
+        """The rows in which the line of the judge's own token gives no id the probability that the stage asks for."""
+        first, own = 0, []
+        for count, accepted in zip(lines.counts, num_accepted, strict=True):
+            own.append(first + accepted)
+            first += count
+        logits = lines.logits[own].float()
+        surest = (logits.amax(dim=-1) - logits.logsumexp(dim=-1)).exp().tolist()
+        least = self.stages[lines.level].confidence_threshold
+        self._unsure[lines.level].update(row for row, sure in zip(lines.rows, surest, strict=True) if sure < least)
 
     def _processed(self, logits: Tensor, starts: list[int], counts: list[int], tier: int) -> Tensor:
         """The logits after what the batch's rows ask for, given each row's own tokens before each position."""

@@ -62,6 +62,7 @@ class LLM:
         num_draft_tokens, window, inner_rounds: the policy's γ, N_i and R; a plan brings its own.
         num_lookup_tokens, max_ngram, min_ngram: how many tokens are proposed out of a row's own text, and the most and
             fewest of its last tokens that are looked for there: vLLM's prompt_lookup_max and prompt_lookup_min.
+        confidence_threshold: drafting stops early where the exit gives no id so much probability; 0 never does.
         verification: `identity` gives sampled requests plain decoding's very tokens; `rejection` accepts more of them
             and gives plain decoding's law. Greedy requests get the same tokens by either. What `rejection` says to a
             seed depends on what was drafted, and so, with exits that read the target's state (`context`), on the prefix
@@ -93,6 +94,7 @@ class LLM:
         num_lookup_tokens: int = 8,
         max_ngram: int = 4,
         min_ngram: int = 2,
+        confidence_threshold: float = 0.0,
         verification: str = "identity",
         seed: int | None = None,
     ) -> None:
@@ -103,6 +105,7 @@ class LLM:
             num_lookup_tokens=num_lookup_tokens,
             max_ngram=max_ngram,
             min_ngram=min_ngram,
+            confidence_threshold=confidence_threshold,
         )
         is_auto, strategy = strategy == "auto", "autoregressive" if strategy == "auto" else strategy
         for name, value, least in (

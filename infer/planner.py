@@ -5,8 +5,8 @@ takes expectations: tokens per second are tokens of a round ÷ seconds of a roun
 Leviathan, Kalman, Matias, arXiv 2211.17192, theorem 3.8, with measured chances and costs). It assumes that a judge's
 chance to accept a proposal depends only on the proposal's place, and that rows are independent of each other.
 
-A new strategy needs a line in `NUMBERS` and one in `GRID`, the settings that are tried; or in `LOOKUPS`, whose settings
-are measured without a prediction, as what a lookup finds depends on the text.
+A new strategy needs a line in `NUMBERS` and one in `GRID`, the settings that are tried; or in `UNPREDICTED`, whose
+settings are measured alone, as what a lookup finds, or where an exit is sure of itself, depends on the text.
 """
 
 # Shape legend: B rows of a batch
@@ -30,10 +30,10 @@ PLAIN = "autoregressive"
 # The numbers of a policy that a strategy looks at.
 NUMBERS: Mapping[str, Sequence[str]] = {
     PLAIN: (),
-    "layerskip": ("num_draft_tokens",),
-    "hispec": ("num_draft_tokens", "window", "inner_rounds"),
+    "layerskip": ("num_draft_tokens", "confidence_threshold"),
+    "hispec": ("num_draft_tokens", "window", "inner_rounds", "confidence_threshold"),
     "prompt_lookup": ("num_lookup_tokens",),
-    "ngram_layerskip": ("num_lookup_tokens", "num_draft_tokens"),
+    "ngram_layerskip": ("num_lookup_tokens", "num_draft_tokens", "confidence_threshold"),
 }
 # In the order of their numbers: the last setting that an artifact allows shows most of what its exits are worth.
 GRID: Mapping[str, Sequence[Policy]] = {
@@ -45,11 +45,6 @@ GRID: Mapping[str, Sequence[Policy]] = {
     ],
 }
 
-LOOKUPS: Mapping[str, Policy] = {
-    "prompt_lookup": Policy(num_lookup_tokens=5),
-    "ngram_layerskip": Policy(num_lookup_tokens=5, num_draft_tokens=2),
-}
-
 Distribution = Mapping[int, float]  # number → probability; they sum to 1
 
 
@@ -58,6 +53,14 @@ class Setting(NamedTuple):
 
     strategy: str
     policy: Policy = Policy()
+
+
+UNPREDICTED: Sequence[Setting] = [
+    Setting("layerskip", Policy(num_draft_tokens=5, confidence_threshold=0.5)),
+    Setting("prompt_lookup", Policy(num_lookup_tokens=5)),
+    Setting("ngram_layerskip", Policy(num_lookup_tokens=5, num_draft_tokens=2)),
+    Setting("ngram_layerskip", Policy(num_lookup_tokens=5, num_draft_tokens=5, confidence_threshold=0.5)),
+]
 
 
 def settings(manifest: Manifest) -> dict[str, list[Setting]]:
@@ -71,13 +74,13 @@ def settings(manifest: Manifest) -> dict[str, list[Setting]]:
     return allowed
 
 
-def lookups(manifest: Manifest) -> list[Setting]:
-    """The settings of `LOOKUPS` that the artifact allows."""
+def unpredicted(manifest: Manifest) -> list[Setting]:
+    """Those of `UNPREDICTED` that the artifact allows."""
     allowed = []
-    for strategy, policy in LOOKUPS.items():
+    for setting in UNPREDICTED:
         with suppress(ValueError):
-            stages_of(strategy, policy, manifest)
-            allowed.append(Setting(strategy, policy))
+            stages_of(*setting, manifest)
+            allowed.append(setting)
     return allowed
 
 

@@ -138,7 +138,7 @@ def _ratios(figure: Figure) -> tuple[str, str]:
 
 
 def _numbers(figure: Figure) -> str:
-    return ", ".join(str(getattr(figure.policy, name)) for name in NUMBERS[figure.strategy])
+    return ", ".join(f"{getattr(figure.policy, name):g}" for name in NUMBERS[figure.strategy])
 
 
 def print_comparison(result: Comparison) -> None:

@@ -33,6 +33,8 @@ class Policy:
         inner_rounds: R, early verifications after which the target verifies at the latest.
         num_lookup_tokens: k, most tokens that are looked up in the row's own text before the target verifies them.
         max_ngram, min_ngram: the row's last tokens are looked for, first as many as `max_ngram`, at least `min_ngram`.
+        confidence_threshold: an exit that gives no id this probability, for the token that it has just appended, leaves
+            the row to the judge above it at once (as transformers' `assistant_confidence_threshold`); 0 is off.
     """
 
     num_draft_tokens: int = 2
@@ -41,11 +43,15 @@ class Policy:
     num_lookup_tokens: int = 8
     max_ngram: int = 4
     min_ngram: int = 2
+    confidence_threshold: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if name == "confidence_threshold":
+                if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+                    raise ValueError(f"{name}={value!r} must be a number of at least 0 and below 1")
+            elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
         if self.max_ngram < self.min_ngram:
             raise ValueError(f"max_ngram={self.max_ngram} must be at least min_ngram={self.min_ngram}")
@@ -84,10 +90,15 @@ def stages_of(strategy: str, policy: Policy, manifest: Manifest) -> list[Stage]:
     lookup = Lookup(num_tokens=num_found, max_ngram=policy.max_ngram, min_ngram=policy.min_ngram)
     if strategy == "prompt_lookup":
         return [Stage(tier=target, repeats=0, window=longest, lookup=lookup), plain]
-    draft = Stage(tier=0, repeats=gamma, window=longest, lookup=lookup if strategy == "ngram_layerskip" else None)
+    least = policy.confidence_threshold
+    found_first = lookup if strategy == "ngram_layerskip" else None
+    draft = Stage(tier=0, repeats=gamma, window=longest, lookup=found_first, confidence_threshold=least)
     if strategy != "hispec":
         return [draft, plain]
-    inner = [Stage(tier=tier, repeats=policy.inner_rounds, window=policy.window) for tier in range(1, target)]
+    inner = [
+        Stage(tier=tier, repeats=policy.inner_rounds, window=policy.window, confidence_threshold=least)
+        for tier in range(1, target)
+    ]
     return [draft, *inner, plain]
 
 

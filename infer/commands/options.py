@@ -36,6 +36,10 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-ngram", type=int, default=4, help="most of its last tokens looked for (default 4)")
     parser.add_argument("--min-ngram", type=int, default=2, help="fewest of them (default 2)")
+    parser.add_argument(
+        "--confidence-threshold", type=float, default=0.0,
+        help="stop drafting where the exit gives no id so much probability, e.g. 0.5 (default 0: never)",
+    )  # fmt: skip
     parser.add_argument("--max-num-seqs", type=int, default=16, help="most prompts at once (default 16)")
     parser.add_argument(
         "--max-num-prefill-tokens", type=int, default=512, help="most prompt tokens between two rounds (default 512)"
@@ -67,6 +71,7 @@ def policy_of(args: argparse.Namespace) -> Policy:
         num_lookup_tokens=args.num_lookup_tokens,
         max_ngram=args.max_ngram,
         min_ngram=args.min_ngram,
+        confidence_threshold=args.confidence_threshold,
     )
 
 

@@ -227,7 +227,7 @@ def test_output_names_the_judges_and_counts_what_they_saw():
 # ---- policies ----
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(Policy)])
+@pytest.mark.parametrize("name", [field.name for field in fields(Policy) if field.type == "int"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, None])
 def test_a_policy_number_must_be_a_positive_whole_number(name, value):
     with pytest.raises(ValueError, match=f"{name}={value}"):

@@ -90,6 +90,7 @@ class EngineMachine(RuleBasedStateMachine):
             num_lookup_tokens=st.integers(1, 9),
             max_ngram=st.integers(2, 4),
             min_ngram=st.integers(1, 2),
+            confidence_threshold=st.sampled_from([0.0, 0.0, 0.1, 0.6]),
         ),
         rig=st.sampled_from(RIGS),
         seed=st.integers(0, 2**32),

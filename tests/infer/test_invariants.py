@@ -184,6 +184,7 @@ requests_ = st.lists(
         inner_rounds=st.integers(1, 4),
         num_lookup_tokens=st.integers(1, 9),
         min_ngram=st.integers(1, 2),
+        confidence_threshold=st.sampled_from([0.0, 0.0, 0.1, 0.6]),
     ),
     max_num_seqs=st.integers(1, 4),
     bitwise_range=st.sampled_from([None, (1, 1), (1, 3), (2, 3), (2, 8)]),

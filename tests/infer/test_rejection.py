@@ -64,14 +64,16 @@ def judged(p: list[np.ndarray], q: list[np.ndarray], drafted: Text, is_target: b
                 yield share * weight, Verdict(number, token)
 
 
-def sampled(law: LawOf, text: Text, count: int) -> Iterator[tuple[Fraction, Text]]:
-    """All texts of `count` more tokens."""
+def sampled(law: LawOf, text: Text, count: int, least: Fraction = Fraction(0)) -> Iterator[tuple[Fraction, Text]]:
+    """All texts of `count` more tokens, or fewer: none follows a token whose law gave no id the probability `least`."""
     if count == 0:
         yield Fraction(1), text
         return
-    for token, share in enumerate(law(text)):
+    chances = law(text)
+    left = count - 1 if max(chances) >= least else 0
+    for token, share in enumerate(chances):
         if share:
-            for rest, longer in sampled(law, (*text, token), count - 1):
+            for rest, longer in sampled(law, (*text, token), left, least):
                 yield share * rest, longer
 
 
@@ -83,16 +85,27 @@ def laws_along(law: LawOf, text: Text, start: int) -> list[np.ndarray]:
 Stop = Callable[[Text, int], bool]
 
 
-def tentative(draft: LawOf, middle: LawOf, gamma: int, has_more: Stop, text: Text = (), number: int = 0):
-    """What the intermediate leaves for the target, with its probability."""
+def tentative(
+    draft: LawOf,
+    middle: LawOf,
+    gamma: int,
+    has_more: Stop,
+    text: Text = (),
+    number: int = 0,
+    least: Fraction = Fraction(0),
+):
+    """What the intermediate leaves for the target, with its probability; both exits stop where they are unsure."""
     if not has_more(text, number):
         yield Fraction(1), text
         return
-    for share, drafted in sampled(draft, text, gamma):
+    for share, drafted in sampled(draft, text, gamma, least):
         p, q = laws_along(middle, drafted, len(text)), laws_along(draft, drafted, len(text))
         for chance, verdict in judged(p, q, drafted[len(text) :], is_target=False):
             kept = (*drafted[: len(text) + verdict.num_accepted], verdict.own_token)
-            for rest, longer in tentative(draft, middle, gamma, has_more, kept, number + 1):
+            if max(p[verdict.num_accepted]) < least:
+                yield share * chance, kept
+                continue
+            for rest, longer in tentative(draft, middle, gamma, has_more, kept, number + 1, least):
                 yield share * chance * rest, longer
 
 
@@ -161,6 +174,14 @@ def test_a_block_that_was_looked_up_leaves_the_targets_law(block, target):
 
 def test_a_stop_that_looks_at_the_tokens_before_is_exact():
     blocks = tentative(DRAFT, MIDDLE, 1, lambda text, number: number < 3 and (not text or text[-1] != 1))
+    assert law_of_texts(committed(blocks, MIDDLE, TARGET), TARGET) == plain(TARGET)
+
+
+@pytest.mark.parametrize("least", [Fraction(2, 5), Fraction(1, 2), Fraction(3, 5)], ids=str)
+def test_a_stop_where_an_exit_is_unsure_is_exact(least):
+    """Each of them cuts some drafts and some windows short and leaves others."""
+    blocks = list(tentative(DRAFT, MIDDLE, 2, lambda text, number: len(text) < 3 and number < 2, least=least))
+    assert len({len(block) for _, block in blocks}) > 1
     assert law_of_texts(committed(blocks, MIDDLE, TARGET), TARGET) == plain(TARGET)
 
 
