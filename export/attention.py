@@ -1,14 +1,20 @@
 """Attention over pages, registered with transformers under one name.
 
-The portable form: write this call's keys and values into their pages, gather each row's pages, and let SDPA attend with
-the query heads of one KV head folded into rows. It is causal by positions and knows nothing of models or tiers.
+The portable form: bring this call's keys and values among each row's cached ones, and let SDPA attend with the query
+heads of one KV head folded into rows. It is causal by positions and knows nothing of models or tiers.
+
+There are two forms of it, which see the same keys and values and so give the same bits:
+
+    inplace     writes the new entries into their pages, then gathers the row's pages
+    functional  only reads pages: gathers them, then puts the new entries into that copy at their logical positions, and
+                leaves them to its caller, who writes the pages. For backends whose outputs can't alias their inputs.
 """
 
 # Shape legend: B rows, T query positions, M blocks per row, S block size, H query heads, K kv heads, G = H / K
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +22,28 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 PAGED_ATTENTION = "hispec_paged"
+Form = Literal["inplace", "functional"]
+
+
+class Places(NamedTuple):
+    """Where the functional form puts this call's entries in the gathered copy of their row's pages.
+
+    Padding has no place there. It repeats another entry of its row: as many writes as there are tokens, and two to one
+    place say the same.
+    """
+
+    rows: Tensor  # [B, 1] int64: 0 .. B-1
+    tokens: Tensor  # [B, T] int64: which of the row's tokens is put there
+    positions: Tensor  # [B, T] int64
+
+    @classmethod
+    def of(cls, positions: Tensor) -> Places:
+        """positions [B, T], −1 for padding. A row that is all padding gets its first token at 0, which only it sees."""
+        batch, length = positions.shape
+        rows = torch.arange(batch, device=positions.device).unsqueeze(1)
+        tokens = torch.arange(length, device=positions.device).expand(batch, length)
+        tokens = torch.where(positions < 0, positions.argmax(dim=1, keepdim=True), tokens)
+        return cls(rows, tokens, positions.gather(1, tokens).clamp(min=0))
 
 
 class Pages(NamedTuple):
@@ -25,6 +53,8 @@ class Pages(NamedTuple):
     block_table: Tensor  # [B, M] int64, padded with any block of the row's own
     mask: Tensor  # [B, 1, T·max(G, 2), M·S] bool, True where the query may look
     caches: dict[int, tuple[Tensor, Tensor]]  # id of the attention module → its (k, v) [num_blocks, S, K, head_dim]
+    places: Places | None  # of the functional form; None: inplace
+    new: list[Tensor]  # functional: gets each layer's new k and v in turn, each [B, T, K, head_dim]
 
 
 def page_mask(positions: Tensor, num_slots: int, fold: int) -> Tensor:
@@ -56,23 +86,31 @@ def paged_attention(
     pages: Pages,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Write K and V to their slots, attend over the row's pages; returns [B, T, H, head_dim]."""
-    k_cache, v_cache = pages.caches[id(module)]
+    """Attend over the row's pages and this call's own K and V; returns [B, T, H, head_dim]."""
     batch, num_heads, length, head_dim = query.shape
     num_kv_heads, groups = key.shape[1], query.shape[1] // key.shape[1]
-    for cache, new in ((k_cache, key), (v_cache, value)):
-        cache.view(-1, num_kv_heads, head_dim).index_put_((pages.slots,), new.transpose(1, 2))
-    gathered_k = k_cache[pages.block_table].flatten(1, 2).transpose(1, 2)  # [B, K, M*S, head_dim]
-    gathered_v = v_cache[pages.block_table].flatten(1, 2).transpose(1, 2)
+    caches = pages.caches[id(module)]
+    entries = [_entries(cache, new.transpose(1, 2), pages) for cache, new in zip(caches, (key, value))]
+    cached_k, cached_v = (one.transpose(1, 2) for one in entries)  # [B, K, M*S, head_dim]
     fold = fold_factor(num_heads, num_kv_heads)
     # token-major: the G query heads of one KV head stand as G rows behind each token
     folded = query.transpose(1, 2).unflatten(2, (num_kv_heads, groups)).transpose(1, 2)  # [B, K, T, G, head_dim]
     if groups == 1:
         folded = folded.expand(batch, num_kv_heads, length, fold, head_dim)
     folded = _copy(folded).view(batch, num_kv_heads, length * fold, head_dim)
-    out = F.scaled_dot_product_attention(folded, gathered_k, gathered_v, attn_mask=pages.mask, scale=scaling)
+    out = F.scaled_dot_product_attention(folded, cached_k, cached_v, attn_mask=pages.mask, scale=scaling)
     out = out.view(batch, num_kv_heads, length, fold, head_dim)[:, :, :, :groups]
     return _copy(out.transpose(1, 2)).view(batch, length, num_heads, head_dim), None
+
+
+def _entries(cache: Tensor, new: Tensor, pages: Pages) -> Tensor:
+    """The entries of each row's pages by position [B, M*S, K, head_dim], `new` [B, T, K, head_dim] among them."""
+    if pages.places is None:
+        cache.view(-1, *cache.shape[2:]).index_put_((pages.slots,), new)
+        return cache[pages.block_table].flatten(1, 2)
+    rows, tokens, positions = pages.places
+    pages.new.append(new)
+    return cache[pages.block_table].flatten(1, 2).index_put((rows, positions), new[rows, tokens])
 
 
 def _copy(tensor: Tensor) -> Tensor:

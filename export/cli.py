@@ -13,8 +13,8 @@ if TYPE_CHECKING:  # torch and transformers take seconds, `--help` and a wrong o
     from train.heads import ExitConfig
     from train.model import EarlyExitModel
 
-BACKENDS = ("eager", "inductor")
-LATER_BACKENDS = ("onnx", "tensorrt")
+BACKENDS = ("eager", "inductor", "onnx")  # of export.backends, whose import takes seconds
+LATER_BACKENDS = ("tensorrt",)
 DTYPES = ("float32", "bfloat16")
 
 
@@ -50,7 +50,9 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument("--checkpoint", type=Path, metavar="DIR", help="folder heads/ that `python -m train fit` wrote")
     source.add_argument("--config", type=Path, metavar="YAML", help="training config, for exits that are all native")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="artifact folder to write")
-    parser.add_argument("--backend", default="inductor,eager", help="eager, inductor, or both (default: %(default)s)")
+    parser.add_argument(
+        "--backend", default="inductor,eager", help="some of eager, inductor, onnx (default: %(default)s)"
+    )
     parser.add_argument("--dtype", default="float32", help="float32, bfloat16, or both (default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--max-model-len", type=int, metavar="N", help="longest sequence (default: the base's, ≤ 4096)")
@@ -86,8 +88,7 @@ def _run(args: argparse.Namespace) -> int:
         raise ValueError(
             f"--workers {args.workers} with --autotune would time kernels beside a compiler: use --workers 1"
         )
-    from export.backends import inductor
-    from export.writer import ExportOptions, check_output, write_artifact
+    from export.writer import ExportOptions, check_options, write_artifact
 
     options = ExportOptions(
         output=args.output,
@@ -101,9 +102,7 @@ def _run(args: argparse.Namespace) -> int:
         autotune=args.autotune,
         num_workers=args.workers,
     )
-    check_output(options)
-    if "inductor" in backends:
-        inductor.check_compiler()
+    check_options(options)
     source = read_source(args.checkpoint, args.config)
     started = time.perf_counter()
 

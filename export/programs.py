@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental import _config
 
-from export.attention import PAGED_ATTENTION
+from export.attention import PAGED_ATTENTION, Form
 from export.tier import FlatExit, LayerExit, Trunk, Unembed
 from train.heads import ExitHead
 from train.model import EarlyExitModel
@@ -53,28 +53,30 @@ def tier_spans(model: EarlyExitModel) -> list[Span]:
     return [Span(name, start, stop) for start, (name, stop) in zip(starts, stops)]
 
 
-def make_programs(model: EarlyExitModel, block_size: int) -> list[Program]:
+def make_programs(model: EarlyExitModel, block_size: int, form: Form = "inplace") -> list[Program]:
     """All programs of `model`, whose base and heads already have the artifact's dtype.
 
-    KV layers are numbered: the base's, then one for each `layer` exit in order.
+    KV layers are numbered: the base's, then one for each `layer` exit in order. Programs of both forms have the same
+    names, arguments and weights; those without pages are the same programs.
     """
     family = model.family
     family.use_attention(PAGED_ATTENTION)
-    return list(_programs(model, block_size))
+    return list(_programs(model, block_size, form))
 
 
-def _programs(model: EarlyExitModel, block_size: int) -> Iterator[Program]:
+def _programs(model: EarlyExitModel, block_size: int, form: Form) -> Iterator[Program]:
     family = model.family
     heads = cast(dict[str, ExitHead], model.heads)
     for span in tier_spans(model):
         layers = tuple(range(span.start, span.stop))
-        yield _paged(f"{span.name}.trunk", "trunk", Trunk(family, span.start, span.stop), layers, model, block_size)
+        trunk = Trunk(family, span.start, span.stop, form)
+        yield _paged(f"{span.name}.trunk", "trunk", trunk, layers, model, block_size)
     next_layer = family.num_layers
     for exit_ in model.exits:
         head, name = heads[exit_.name], f"{exit_.name}.exit"
         if exit_.has_layer:
             width = family.hidden_size * (2 if exit_.context else 1)
-            yield _paged(name, "exit", LayerExit(family, head), (next_layer,), model, block_size, width)
+            yield _paged(name, "exit", LayerExit(family, head, form), (next_layer,), model, block_size, width)
             next_layer += 1
         else:
             yield _flat(name, FlatExit(family, head), family.hidden_size, model)

@@ -1,7 +1,9 @@
 """Tiers as programs: a span of layers, an exit and an unembedding, each with a flat tensor signature (DESIGN §5).
 
-Every module here is a pure function of its arguments and of the KV pages that it is handed, which it updates in place.
-It knows no backend: `export.backends` compiles it, `infer.backends` runs it.
+Every module here is a pure function of its arguments and of the KV pages that it is handed. What it does with its new
+keys and values is its form (`export.attention`): an `inplace` one writes the pages and returns its states alone, a
+`functional` one returns (states, k, v, k, v, …) and writes nothing. It knows no backend: `export.backends` compiles it,
+`infer.backends` runs it.
 """
 
 # Shape legend: B rows, T query positions, M blocks per row, S block size, D hidden, E exit size, V vocabulary, N tokens
@@ -10,63 +12,69 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from export.attention import Pages, fold_factor, page_mask
+from export.attention import Form, Pages, Places, fold_factor, page_mask
 from train.family import Family
 from train.heads import ExitHead
 
+States = Tensor | tuple[Tensor, ...]  # inplace: [B, T, ..]; functional: with new k and v [B, T, K, head_dim] behind it
+
 
 class PagedLayers(nn.Module):
-    """Decoder layers of one family over pages: hidden [B, T, D] → [B, T, D]."""
+    """Decoder layers of one family over pages: hidden [B, T, D] → [B, T, D] and the functional form's new k and v."""
 
-    def __init__(self, family: Family, layers: list[nn.Module]) -> None:
+    def __init__(self, family: Family, layers: list[nn.Module], form: Form) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self._family = family
+        self._form = form
         self._fold = fold_factor(family.config.num_attention_heads, family.num_kv_heads)
 
     def forward(
         self, hidden: Tensor, positions: Tensor, slots: Tensor, block_table: Tensor, kv: list[Tensor]
-    ) -> Tensor:
-        """kv: k and v of every layer in turn, each [num_blocks, S, K, head_dim], written in place."""
+    ) -> tuple[Tensor, list[Tensor]]:
+        """kv: k and v of every layer in turn, each [num_blocks, S, K, head_dim]; inplace writes them at `slots`."""
         num_slots = block_table.shape[1] * kv[0].shape[1]
         pages = Pages(
             slots=slots,
             block_table=block_table,
             mask=page_mask(positions, num_slots, self._fold),
             caches={id(layer.self_attn): (kv[2 * i], kv[2 * i + 1]) for i, layer in enumerate(self.layers)},
+            places=Places.of(positions) if self._form == "functional" else None,
+            new=[],
         )
-        return self._family.run_each(self.layers, hidden, positions.clamp(min=0), pages=pages)
+        hidden = self._family.run_each(self.layers, hidden, positions.clamp(min=0), pages=pages)
+        return hidden, pages.new
 
 
 class Trunk(nn.Module):
     """Layers [start, stop) of the base. The lowest trunk takes token ids, those above it hidden states."""
 
-    def __init__(self, family: Family, start: int, stop: int) -> None:
+    def __init__(self, family: Family, start: int, stop: int, form: Form) -> None:
         super().__init__()
         self.start, self.stop = start, stop
         self._family = family
-        self.paged = PagedLayers(family, list(family.decoder.layers[start:stop]))
+        self.paged = PagedLayers(family, list(family.decoder.layers[start:stop]), form)
         self.embedding = nn.ModuleDict(_embedding_modules(family)) if start == 0 else None
 
-    def forward(self, x: Tensor, positions: Tensor, slots: Tensor, block_table: Tensor, kv: list[Tensor]) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, slots: Tensor, block_table: Tensor, kv: list[Tensor]) -> States:
         """x [B, T] int64 or [B, T, D]; positions, slots [B, T] int64, −1 and 0 for padding; → hidden [B, T, D]."""
         hidden = x if self.embedding is None else self._family.embed(x, positions.clamp(min=0))
-        return self.paged(hidden, positions, slots, block_table, kv)
+        return _result(*self.paged(hidden, positions, slots, block_table, kv))
 
 
 class LayerExit(nn.Module):
     """The exit of a head with a decoder layer of its own, over pages of its own."""
 
-    def __init__(self, family: Family, head: ExitHead) -> None:
+    def __init__(self, family: Family, head: ExitHead, form: Form) -> None:
         super().__init__()
         assert head.layer is not None, head.config
         self.entry = head.entry
-        self.paged = PagedLayers(family, [head.layer])
+        self.paged = PagedLayers(family, [head.layer], form)
         self.readout = _Readout(family, head.norm, None)
 
     def forward(
         self, hidden: Tensor, positions: Tensor, slots: Tensor, block_table: Tensor, kv: list[Tensor]
-    ) -> Tensor:
+    ) -> States:
         """Hidden states that the trunk below left → states [B, T, E].
 
         Args:
@@ -75,7 +83,8 @@ class LayerExit(nn.Module):
         """
         if self.entry is not None:
             hidden = self.entry(hidden)
-        return self.readout(self.paged(hidden, positions, slots, block_table, kv))
+        hidden, new = self.paged(hidden, positions, slots, block_table, kv)
+        return _result(self.readout(hidden), new)
 
 
 class FlatExit(nn.Module):
@@ -118,6 +127,10 @@ class Unembed(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         return self._family.unembed(states, self.weight)
+
+
+def _result(states: Tensor, new: list[Tensor]) -> States:
+    return (states, *new) if new else states
 
 
 def _embedding_modules(family: Family) -> dict[str, nn.Module]:

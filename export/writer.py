@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import platform
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,14 +20,15 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from export import bitwise, parity
-from export.backends import eager, inductor
-from export.programs import TARGET, Program, Span, export_program, make_programs, tier_spans
-from infer import backends
-from infer.artifact import Artifact, ProgramSet, write_manifest
+from export import parity
+from export.attention import Form
+from export.backends import BACKENDS
+from export.graphs import Graphs
+from export.program_sets import Made, build_programs, measure_programs
+from export.programs import TARGET, Program, export_program, make_programs, tier_spans
+from infer.artifact import write_manifest
 from infer.batch import RING_SIZE
-from infer.device import host_capability
-from infer.manifest import BaseInfo, BuildInfo, ExitInfo, Limits, Manifest, ProgramInfo, TierInfo
+from infer.manifest import BaseInfo, ExitInfo, Limits, Manifest, TierInfo
 from train.base_model import base_fingerprint
 from train.model import EarlyExitModel
 from train.whole_folder import whole_folder
@@ -54,17 +54,6 @@ class ExportOptions:
     num_workers: int = 2  # programs that compile at once
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Made:
-    """One dtype's model after its programs have been exported and saved in the eager form."""
-
-    dtype: str
-    spans: list[Span]
-    programs: list[Program]  # without their modules' weights being needed any more
-    rows: list[torch.Tensor]
-    reference: parity.Reference
-
-
 def check_output(options: ExportOptions) -> None:
     """ValueError when the output folder is in the way, or the options contradict each other."""
     if options.output.exists() and not options.output.is_dir():
@@ -77,6 +66,13 @@ def check_output(options: ExportOptions) -> None:
         raise ValueError(
             f"--prefill-chunk {options.prefill_chunk} must be a positive multiple of --block-size {options.block_size}"
         )
+
+
+def check_options(options: ExportOptions) -> None:
+    """`check_output`, and ValueError when a backend can't build here what is asked of it."""
+    check_output(options)
+    for backend in options.backends:
+        BACKENDS[backend].check_available(options.device, options.dtypes)
 
 
 def write_artifact(
@@ -96,9 +92,7 @@ def write_artifact(
         ValueError: the model can't be exported as asked.
         ParityError: a program does not compute what the model computes.
     """
-    check_output(options)
-    if "inductor" in options.backends:
-        inductor.check_compiler()
+    check_options(options)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     # Checked again before the move: building takes minutes, and others write too
     with whole_folder(options.output, before_move=lambda: check_output(options)) as folder:
@@ -125,15 +119,12 @@ def _write_contents(
             made = _export_graphs(model, make_model, dtype, Path(scratch), tokenizer, options, report)
             del model
             for backend in options.backends:
-                programs = _build(backend, folder, Path(scratch), made, options, report)
-                found = _measure(folder, programs, made, manifest, report)
+                programs = build_programs(backend, folder, made, options, report)
+                found = measure_programs(folder, programs, made, manifest, report)
                 parities[programs.build.folder_name] = [asdict(tier) for tier in found]
     assert manifest is not None, options
     _write_json(folder / "parity.json", {"programs": parities})
     return manifest
-
-
-# ---- steps ----
 
 
 def _export_graphs(
@@ -144,125 +135,22 @@ def _export_graphs(
     tokenizer: Any,
     options: ExportOptions,
     report: Callable[[str], None],
-) -> _Made:
-    """Every program's graph and weights under scratch/<dtype>/; and what the model itself computes."""
+) -> Made:
+    """Every program's graphs and weights under scratch/<dtype>/; and what the model itself computes."""
     start = time.perf_counter()
     rows = parity.calibration_rows(model.family.vocab_size, tokenizer)
     own = parity.reference_logits(model, rows)
     truth = own if dtype == "float32" else parity.reference_logits(make_model("float32").place(options.device), rows)
     reference = parity.make_reference(truth, own)
-    (scratch / dtype).mkdir()
-    programs = []
-    for program in make_programs(model, options.block_size):
-        graph, weights = _graph_files(scratch, dtype, program.name)
-        eager.build(export_program(program), graph, weights)
-        programs.append(replace(program, module=torch.nn.Identity()))  # lets the weights go
-    report(f"{dtype}: exported {len(programs)} programs in {time.perf_counter() - start:.0f} s")
-    return _Made(dtype=dtype, spans=tier_spans(model), programs=programs, rows=rows, reference=reference)
-
-
-def _build(
-    backend: str, folder: Path, scratch: Path, made: _Made, options: ExportOptions, report: Callable[[str], None]
-) -> ProgramSet:
-    """The programs of one backend and dtype in their folder."""
-    suffix = {"eager": eager.SUFFIX, "inductor": inductor.SUFFIX}[backend]
-    build = BuildInfo(
-        backend=backend,
-        device=options.device,
-        dtype=made.dtype,
-        torch_version=torch.__version__,
-        machine=platform.machine(),
-        cpu_capability=host_capability(options.device),
-        num_threads=torch.get_num_threads(),
-        programs={
-            p.name: ProgramInfo(file=p.name + suffix, kv_layers=list(p.kv_layers), bitwise_range=None, num_kernels={})
-            for p in made.programs
-        },
-    )
-    target = folder / "programs" / build.folder_name
-    target.mkdir(parents=True)
-    if backend == "eager":
-        (folder / "weights" / made.dtype).mkdir(parents=True)
-        for program in made.programs:
-            graph, weights = _graph_files(scratch, made.dtype, program.name)
-            shutil.copy(graph, target / graph.name)
-            shutil.copy(weights, folder / "weights" / made.dtype / weights.name)
-        return ProgramSet(target, build)
-    jobs = [
-        inductor.Job(
-            name=p.name,
-            graph_file=_graph_files(scratch, made.dtype, p.name)[0],
-            weights_file=_graph_files(scratch, made.dtype, p.name)[1],
-            package=target / build.programs[p.name].file,
-            device=options.device,
-            autotune=options.autotune and made.dtype != "float32",  # there the templates lose: BENCHMARKS.md
-            num_threads=build.num_threads,
-        )
-        for p in made.programs
-    ]
-    start = time.perf_counter()
-    for name, seconds in inductor.build(jobs, options.num_workers):
-        report(f"{made.dtype}: compiled {name} in {seconds:.0f} s")
-    report(f"{made.dtype}: compiled all in {time.perf_counter() - start:.0f} s")
-    counted = {
-        name: replace(info, num_kernels=inductor.count_kernels(target / info.file))
-        for name, info in build.programs.items()
-    }
-    return ProgramSet(target, replace(build, programs=counted))
-
-
-def _measure(
-    folder: Path, programs: ProgramSet, made: _Made, manifest: Manifest, report: Callable[[str], None]
-) -> list[parity.TierParity]:
-    """Load the programs as the runtime will, hold them to parity, measure their bitwise ranges, write build.json."""
-    start = time.perf_counter()
-    calls = backends.load(Artifact(folder, manifest), programs)
-    base, infos, dtype = manifest.base, programs.build.programs, getattr(torch, made.dtype)
-    caller = parity.Caller(
-        programs=calls,
-        infos=infos,
-        spans=made.spans,
-        contexts=[e.name for e in manifest.exits if e.context],
-        block_size=manifest.block_size,
-        num_kv_heads=base.num_kv_heads,
-        head_dim=base.head_dim,
-        dtype=dtype,
-        device=torch.device(programs.build.device),
-    )
-    found = parity.check(caller, made.rows, made.reference)
-    where = f"{programs.build.backend} {made.dtype}"
-    for tier in found:
-        report(f"{where}: {tier.tier} error {tier.max_error:.1e}, top-1 agreement {tier.top1_agreement:.1%}")
-    page_shape = (manifest.block_size, base.num_kv_heads, base.head_dim)
-    measured = {}
-    for p in made.programs:
-        if p.kind == "flat":
-            states = torch.randn(bitwise.MAX_TOKENS, p.inputs[0].shape[-1], generator=_generator())
-            limits = bitwise.flat_range(calls[p.name], states.to(caller.device, dtype))
-        else:
-            tokens = _tokens(p, base.vocab_size, dtype).to(caller.device)
-            limits = bitwise.paged_range(calls[p.name], tokens, page_shape, len(p.kv_layers), dtype)
-        measured[p.name] = replace(infos[p.name], bitwise_range=limits)
-    (programs.path / "build.json").write_text(replace(programs.build, programs=measured).to_json())
-    ranges = {name: info.bitwise_range and "{}–{}".format(*info.bitwise_range) for name, info in measured.items()}
-    report(f"{where}: same bits for {ranges} tokens; checked in {time.perf_counter() - start:.0f} s")
-    return found
-
-
-def _tokens(program: Program, vocab_size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Arguments to try: token ids for the lowest trunk, hidden states above it."""
-    example, shape = program.inputs[0], (bitwise.MAX_TOKENS, bitwise.MAX_TOKENS)
-    if example.dtype == torch.long:
-        return torch.randint(vocab_size, shape, generator=_generator())
-    return torch.randn(*shape, example.shape[-1], generator=_generator()).to(dtype)
-
-
-def _generator() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
-
-
-def _graph_files(scratch: Path, dtype: str, name: str) -> tuple[Path, Path]:
-    return scratch / dtype / f"{name}{eager.SUFFIX}", scratch / dtype / f"{name}.safetensors"
+    graphs, programs = Graphs(scratch / dtype), list[Program]()
+    forms: list[Form] = sorted({BACKENDS[backend].FORM for backend in options.backends})
+    for form in forms:
+        programs = make_programs(model, options.block_size, form)
+        for program in programs:
+            graphs.write(program.name, form, export_program(program))
+    kept = [replace(program, module=torch.nn.Identity()) for program in programs]  # lets the weights go
+    report(f"{dtype}: exported {len(kept)} programs, {' and '.join(forms)}, in {time.perf_counter() - start:.0f} s")
+    return Made(dtype=dtype, spans=tier_spans(model), programs=kept, graphs=graphs, rows=rows, reference=reference)
 
 
 # ---- records ----

@@ -20,7 +20,7 @@ from infer.manifest import EXPORT_AGAIN, MANIFEST, BuildInfo, FileRecord, Manife
 PLAN = "plan.json"
 PLAN_TEMPORARY = f"{PLAN}.tmp"  # a planner that was killed may leave it
 UNRECORDED = frozenset({MANIFEST, PLAN, PLAN_TEMPORARY})
-AUTO_ORDER = ("inductor", "eager")  # best first
+AUTO_ORDER = ("inductor", "eager", "onnx")  # best first; nobody has yet shown onnx to be faster than eager
 
 
 @dataclass(frozen=True, slots=True)

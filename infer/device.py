@@ -1,7 +1,8 @@
-"""What programs can run on here: a device, and the instructions that it knows."""
+"""What programs can run on here: a device, the instructions that it knows, and packages beside PyTorch."""
 
 from __future__ import annotations
 
+import importlib
 import platform
 from pathlib import Path
 
@@ -35,3 +36,11 @@ def processor_name(device: str = "cpu") -> str:
     lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def package_version(name: str) -> str | None:
+    """Of a package that can be imported, whatever its distribution is called (onnxruntime-gpu); None without it."""
+    try:
+        return str(importlib.import_module(name).__version__)
+    except ImportError:
+        return None

@@ -45,7 +45,7 @@ class LLM:
         artifact: folder that `python -m export` wrote.
         strategy: one of `strategy.STRATEGIES`; `auto` follows the artifact's plan.json, which `python -m infer plan`
             writes, and is `autoregressive` without one that holds here: see `follow_plan`.
-        backend: `inductor`, `eager`, or `auto` for the fastest that the artifact holds.
+        backend: `inductor`, `eager`, `onnx`, or `auto` for the fastest that the artifact holds.
         dtype: `float32` or `bfloat16`, as exported; None takes the artifact's first.
         device: `cpu` or `cuda`, as exported.
         num_blocks: KV blocks in the pool; None sizes it to `max_num_seqs` rows at full length, at least one row, and
@@ -133,7 +133,7 @@ class LLM:
         self.artifact, self.build = opened, chosen.build
         self.backend, self.dtype = chosen.build.backend, chosen.build.dtype
         torch_dtype = getattr(torch, self.dtype)
-        has_graphs = device == "cuda" and not enforce_eager
+        has_graphs = device == "cuda" and not enforce_eager and self.backend in backends.CAPTURED
         self.conditions = Conditions.here(
             opened, chosen.build, bitwise=bitwise, cuda_graphs=has_graphs, verification=verification
         )
@@ -143,6 +143,12 @@ class LLM:
                 f"{chosen.build.folder_name} was measured with {chosen.build.num_threads} threads and runs with "
                 f"{torch.get_num_threads()}: identity of the last bits is not proved there; call "
                 f"torch.set_num_threads({chosen.build.num_threads}), or export again",
+                stacklevel=2,
+            )
+        if unproved := chosen.build.unproved():
+            warnings.warn(
+                f"{chosen.build.folder_name} was measured elsewhere ({'; '.join(unproved)}): identity of the last bits "
+                "is not proved here; export again to have it measured",
                 stacklevel=2,
             )
         self.tokenizer = load_tokenizer(opened.path)

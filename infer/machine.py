@@ -54,16 +54,9 @@ def share_of_roof(llm: LLM, tokens_per_second: float, machine: Machine) -> float
 def weight_bytes(llm: LLM) -> int:
     """Bytes that one plain step must read: every layer's weights and the unembedding, not the embedding table."""
     path_programs = [f"{tier.name}.trunk" for tier in llm.manifest.tiers] + ["unembed"]
-    total = sum(_weights_size(llm, name) for name in path_programs)
+    total = sum(llm.build.programs[name].weight_bytes for name in path_programs)
     itemsize = getattr(torch, llm.dtype).itemsize
     return total - llm.manifest.base.vocab_size * llm.manifest.base.exit_size * itemsize
-
-
-def _weights_size(llm: LLM, program: str) -> int:
-    """From the weights file, or where an artifact has compiled programs only, the package: its code is about 1 %."""
-    files, build = llm.manifest.files, llm.build
-    weights = files.get(f"weights/{llm.dtype}/{program}.safetensors")
-    return (weights or files[f"programs/{build.folder_name}/{build.programs[program].file}"]).size
 
 
 def _copy_bandwidth(device: str, megabytes: int = 256, repeats: int = 7) -> float:

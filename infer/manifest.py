@@ -5,16 +5,17 @@ They are read strictly (`records`), and what is wrong with one says how to expor
 
 import json
 import platform
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Self
 
 import torch
 
-from infer.device import host_capability
+from infer.device import host_capability, package_version
 from infer.records import load_json, read_record
 
-FORMAT_VERSION = 2  # 2: exits may read the target's state (`context`)
+FORMAT_VERSION = 3  # 2: exits may read the target's state (`context`); 3: builds name their packages and weights
 MANIFEST = "hispec.json"
 HARDWARE_BOUND = frozenset({"inductor", "tensorrt"})  # backends whose programs hold machine code
 EXPORT_AGAIN = "export it again with python -m export --output DIR (see python -m export --help)"
@@ -135,6 +136,7 @@ class ProgramInfo:
     kv_layers: list[int]  # whose KV it takes, in the order of its arguments
     bitwise_range: tuple[int, int] | None  # of T·B within which a token has the same bits; None: not found
     num_kernels: dict[str, int]  # by kind, e.g. how many GEMMs use AMX: shows an autotuning that went wrong
+    weight_bytes: int = 0  # size of its weights, an embedding table counted whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,6 +145,7 @@ class BuildInfo:
     device: str
     dtype: str
     torch_version: str
+    versions: dict[str, str] = field(default_factory=dict)  # packages beside PyTorch that run the programs
     machine: str  # platform.machine()
     cpu_capability: str  # `host_capability(device)`: "AVX512+AMX", or "sm_90" on CUDA
     num_threads: int
@@ -160,9 +163,40 @@ class BuildInfo:
         return read_record(cls, load_json(text, where, EXPORT_AGAIN), where, EXPORT_AGAIN)
 
     def misfits(self) -> list[str]:
-        """What keeps these programs from running here, in words. Eager programs are as portable as PyTorch."""
-        pairs = [("torch_version", self.torch_version, str(torch.__version__))]
+        """What keeps these programs from running here, in words.
+
+        Eager programs are as portable as PyTorch. ONNX models name an opset instead, which any later ONNX Runtime runs
+        on any machine; whether one is installed at all their loader says.
+        """
+        pairs = [] if self.backend == "onnx" else [("torch_version", self.torch_version, str(torch.__version__))]
         if self.backend in HARDWARE_BOUND:
-            pairs.append(("machine", self.machine, platform.machine()))
-            pairs.append(("cpu_capability", self.cpu_capability, host_capability(self.device)))
-        return [f"{name} is {built} in the artifact, {here} here" for name, built, here in pairs if built != here]
+            pairs += self._hardware()
+        wrong = [f"{name} is {built} in the artifact, {here} here" for name, built, here in pairs if built != here]
+        return wrong + [
+            f"{name} is {built} in the artifact, {here} here, which may be too old for it"
+            for name, built, here in self._packages()
+            if _numbers(here) < _numbers(built)
+        ]
+
+    def unproved(self) -> list[str]:
+        """What lets these programs run here but may give other last bits than where their ranges were measured."""
+        if self.backend != "onnx":
+            return []
+        pairs = self._hardware() + self._packages()
+        return [f"{name} was {built}, is {here}" for name, built, here in pairs if built != here]
+
+    def _hardware(self) -> list[tuple[str, str, str]]:
+        return [
+            ("machine", self.machine, platform.machine()),
+            ("cpu_capability", self.cpu_capability, host_capability(self.device)),
+        ]
+
+    def _packages(self) -> list[tuple[str, str, str]]:
+        """Those of `versions` that are installed here."""
+        here = {name: package_version(name) for name in self.versions}
+        return [(name, built, found) for name, built in self.versions.items() if (found := here[name]) is not None]
+
+
+def _numbers(version: str) -> list[int]:
+    """The release's numbers of a version: 1.32.0 before 2.0 and 1.100."""
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]

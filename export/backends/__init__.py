@@ -1,3 +1,6 @@
-"""One file for each way to build programs; `infer.backends` has the loading side under the same names."""
+"""Ways to build programs, one file each; `infer.backends` has the loading side under the same names."""
 
-BACKENDS = ("eager", "inductor")
+from export.backends import eager, inductor, onnx
+from export.backends.backend import Backend
+
+BACKENDS: dict[str, Backend] = {"eager": eager, "inductor": inductor, "onnx": onnx}

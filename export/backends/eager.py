@@ -1,30 +1,30 @@
-"""The exported graph as JSON, its weights as safetensors: nothing pickled, and each weight in one place."""
+"""The exported graph itself, beside weights that stand in the artifact's own folder."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import shutil
+from collections.abc import Sequence
 
-import torch
-from safetensors.torch import save_file
-from torch import Tensor
-from torch._export.serde.serialize import serialize
-from torch.export import ExportedProgram
+from export.attention import Form
+from export.backends.backend import BuildJob
+from export.graphs import GRAPH_SUFFIX
 
-SUFFIX = ".graph.json"
-
-
-def build(exported: ExportedProgram, program_file: Path, weights_file: Path) -> None:
-    """Write the graph without its tensors to `program_file`, and the tensors by name to `weights_file`."""
-    stored = serialize(exported, serialize_state_dict=False, serialize_constants=False, serialize_example_inputs=False)
-    program_file.write_bytes(stored.exported_program)
-    save_file(_tensors(exported), weights_file)
+SUFFIX = GRAPH_SUFFIX
+FORM: Form = "inplace"
 
 
-def _tensors(exported: ExportedProgram) -> dict[str, Tensor]:
-    """Parameters, buffers and constants by name. Only those that the graph reads; each with a storage of its own."""
-    signature = exported.graph_signature
-    used = {spec.target for spec in signature.input_specs if spec.target is not None}
-    found = {**exported.constants, **exported.state_dict}
-    assert used <= found.keys(), used - found.keys()
-    assert all(isinstance(found[name], torch.Tensor) for name in used), used
-    return {name: found[name].detach().clone().contiguous() for name in sorted(used)}
+def check_available(device: str, dtypes: Sequence[str]) -> None:
+    """PyTorch runs them wherever it runs."""
+
+
+def versions() -> dict[str, str]:
+    return {}
+
+
+def build(job: BuildJob) -> dict[str, dict[str, int]]:
+    """Copy graphs and weights to their places."""
+    job.weights.mkdir(parents=True)
+    for name in job.names:
+        shutil.copy(job.graphs.graph_file(name, FORM), job.folder / f"{name}{SUFFIX}")
+        shutil.copy(job.graphs.weights_file(name), job.weights)
+    return {name: {} for name in job.names}

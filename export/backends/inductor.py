@@ -25,13 +25,16 @@ import torch.utils._pytree as pytree
 from safetensors.torch import load_file
 from torch.export import ExportedProgram
 
+from export.attention import Form
+from export.backends.backend import BuildJob
 from infer.backends.eager import read_graph
 
 SUFFIX = ".pt2"
+FORM: Form = "inplace"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class _Job:
     """One program to compile."""
 
     name: str
@@ -43,7 +46,7 @@ class Job:
     num_threads: int
 
 
-def check_compiler() -> None:
+def check_available(device: str, dtypes: Sequence[str]) -> None:
     """ValueError unless the C++ compiler that Inductor will call is there."""
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
@@ -66,7 +69,30 @@ def options(device: str, autotune: bool) -> dict[str, Any]:
     return chosen
 
 
-def build(jobs: Sequence[Job], num_workers: int) -> Iterator[tuple[str, float]]:
+def versions() -> dict[str, str]:
+    return {}
+
+
+def build(job: BuildJob) -> dict[str, dict[str, int]]:
+    """Compile every program to a package, and count its kernels."""
+    jobs = [
+        _Job(
+            name=name,
+            graph_file=job.graphs.graph_file(name, FORM),
+            weights_file=job.graphs.weights_file(name),
+            package=job.folder / f"{name}{SUFFIX}",
+            device=job.device,
+            autotune=job.autotune and job.dtype != "float32",  # there the templates lose: BENCHMARKS.md
+            num_threads=job.num_threads,
+        )
+        for name in job.names
+    ]
+    for name, seconds in _compile_all(jobs, job.num_workers):
+        job.report(f"compiled {name} in {seconds:.0f} s")
+    return {one.name: count_kernels(one.package) for one in jobs}
+
+
+def _compile_all(jobs: Sequence[_Job], num_workers: int) -> Iterator[tuple[str, float]]:
     """Compile all jobs, largest first, `num_workers` at a time; yields (name, seconds) as they end."""
     largest_first = sorted(jobs, key=lambda job: -job.weights_file.stat().st_size)
     spawn = multiprocessing.get_context("spawn")  # torch's threads don't survive a fork
@@ -82,7 +108,7 @@ def build(jobs: Sequence[Job], num_workers: int) -> Iterator[tuple[str, float]]:
             raise
 
 
-def _compile(job: Job, cache: str) -> tuple[str, float]:
+def _compile(job: _Job, cache: str) -> tuple[str, float]:
     start = time.perf_counter()
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
     torch.set_num_threads(job.num_threads)

@@ -60,7 +60,7 @@ def test_heads_of_a_checkpoint_export_with_their_vocabulary(base: Path, tmp_path
     ("options", "message"),
     [
         (["--backend", "tensorrt"], "not built yet"),
-        (["--backend", "tpu"], "expected some of eager, inductor"),
+        (["--backend", "tpu"], "expected some of eager, inductor, onnx"),
         (["--dtype", "int3"], "expected some of float32, bfloat16"),
         (["--device", "npu"], "must be 'cpu' or 'cuda'"),
         (["--max-model-len", "100000"], "must lie between 2 and 512"),

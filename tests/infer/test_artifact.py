@@ -160,8 +160,8 @@ def test_bytes_that_are_no_text_are_refused(folder):
 
 
 def test_a_format_of_the_future_is_refused_naming_both_versions(folder):
-    edit(folder, lambda data: data.update(format_version=3, tiers="whatever"))
-    refuse(folder, "format_version=3", "reads 2")
+    edit(folder, lambda data: data.update(format_version=4, tiers="whatever"))
+    refuse(folder, "format_version=4", "reads 3")
 
 
 @pytest.mark.parametrize("field", ["format_version", "base", "tiers", "limits", "files", "eos_token_ids"])

@@ -1,0 +1,135 @@
+"""One backend's programs: built in their folder, held to parity, and measured.
+
+It decides nothing about models, nor how a backend builds.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from export import bitwise, parity
+from export.backends import BACKENDS
+from export.backends.backend import BuildJob
+from export.graphs import Graphs
+from export.programs import Program, Span
+from infer import backends
+from infer.artifact import Artifact, ProgramSet
+from infer.device import host_capability
+from infer.manifest import BuildInfo, Manifest, ProgramInfo
+
+if TYPE_CHECKING:
+    from export.writer import ExportOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """One dtype's model after its programs have been exported."""
+
+    dtype: str
+    spans: list[Span]
+    programs: list[Program]  # without their modules' weights being needed any more
+    graphs: Graphs
+    rows: list[torch.Tensor]
+    reference: parity.Reference
+
+
+def build_programs(
+    backend: str, folder: Path, made: Made, options: ExportOptions, report: Callable[[str], None]
+) -> ProgramSet:
+    """The programs of one backend and dtype in their folder."""
+    module, start = BACKENDS[backend], time.perf_counter()
+    build = BuildInfo(
+        backend=backend,
+        device=options.device,
+        dtype=made.dtype,
+        torch_version=torch.__version__,
+        versions=module.versions(),
+        machine=platform.machine(),
+        cpu_capability=host_capability(options.device),
+        num_threads=torch.get_num_threads(),
+        programs={
+            p.name: ProgramInfo(
+                file=p.name + module.SUFFIX,
+                kv_layers=list(p.kv_layers),
+                bitwise_range=None,
+                num_kernels={},
+                weight_bytes=made.graphs.weights_file(p.name).stat().st_size,
+            )
+            for p in made.programs
+        },
+    )
+    target = folder / "programs" / build.folder_name
+    target.mkdir(parents=True)
+    job = BuildJob(
+        names=list(build.programs),
+        graphs=made.graphs,
+        folder=target,
+        weights=folder / "weights" / made.dtype,
+        device=options.device,
+        dtype=made.dtype,
+        autotune=options.autotune,
+        num_threads=build.num_threads,
+        num_workers=options.num_workers,
+        report=lambda line: report(f"{made.dtype}: {line}"),
+    )
+    counted = module.build(job)
+    report(f"{made.dtype}: built {backend} in {time.perf_counter() - start:.0f} s")
+    infos = {name: replace(info, num_kernels=counted[name]) for name, info in build.programs.items()}
+    return ProgramSet(target, replace(build, programs=infos))
+
+
+def measure_programs(
+    folder: Path, programs: ProgramSet, made: Made, manifest: Manifest, report: Callable[[str], None]
+) -> list[parity.TierParity]:
+    """Load the programs as the runtime will, hold them to parity, measure their bitwise ranges, write build.json."""
+    start = time.perf_counter()
+    calls = backends.load(Artifact(folder, manifest), programs)
+    base, infos, dtype = manifest.base, programs.build.programs, getattr(torch, made.dtype)
+    caller = parity.Caller(
+        programs=calls,
+        infos=infos,
+        spans=made.spans,
+        contexts=[e.name for e in manifest.exits if e.context],
+        block_size=manifest.block_size,
+        num_kv_heads=base.num_kv_heads,
+        head_dim=base.head_dim,
+        dtype=dtype,
+        device=torch.device(programs.build.device),
+    )
+    found = parity.check(caller, made.rows, made.reference)
+    where = f"{programs.build.backend} {made.dtype}"
+    for tier in found:
+        report(f"{where}: {tier.tier} error {tier.max_error:.1e}, top-1 agreement {tier.top1_agreement:.1%}")
+    page_shape = (manifest.block_size, base.num_kv_heads, base.head_dim)
+    measured = {}
+    for p in made.programs:
+        if p.kind == "flat":
+            states = torch.randn(bitwise.MAX_TOKENS, p.inputs[0].shape[-1], generator=_generator())
+            limits = bitwise.flat_range(calls[p.name], states.to(caller.device, dtype))
+        else:
+            tokens = _tokens(p, base.vocab_size, dtype).to(caller.device)
+            limits = bitwise.paged_range(calls[p.name], tokens, page_shape, len(p.kv_layers), dtype)
+        measured[p.name] = replace(infos[p.name], bitwise_range=limits)
+    (programs.path / "build.json").write_text(replace(programs.build, programs=measured).to_json())
+    ranges = {name: info.bitwise_range and "{}–{}".format(*info.bitwise_range) for name, info in measured.items()}
+    report(f"{where}: same bits for {ranges} tokens; checked in {time.perf_counter() - start:.0f} s")
+    return found
+
+
+def _tokens(program: Program, vocab_size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Arguments to try: token ids for the lowest trunk, hidden states above it."""
+    example, shape = program.inputs[0], (bitwise.MAX_TOKENS, bitwise.MAX_TOKENS)
+    if example.dtype == torch.long:
+        return torch.randint(vocab_size, shape, generator=_generator())
+    return torch.randn(*shape, example.shape[-1], generator=_generator()).to(dtype)
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
