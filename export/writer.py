@@ -155,7 +155,7 @@ def _export_graphs(
     programs = []
     for program in make_programs(model, options.block_size):
         graph, weights = _graph_files(scratch, dtype, program.name)
-        eager.build(export_program(program), graph, weights)
+        eager.build(export_program(program), graph, weights, program.name)
         programs.append(replace(program, module=torch.nn.Identity()))  # lets the weights go
     report(f"{dtype}: exported {len(programs)} programs in {time.perf_counter() - start:.0f} s")
     return _Made(dtype=dtype, spans=tier_spans(model), programs=programs, rows=rows, reference=reference)

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from safetensors.torch import load_file
 
 from infer import backends
 from infer.artifact import Artifact
@@ -18,6 +17,7 @@ from infer.blocks import BlockPool
 from infer.cuda_graphs import CudaCapture, with_graphs
 from infer.detokenizer import Detokenizer
 from infer.device import check_device
+from infer.draft_vocab import read_draft_vocabs
 from infer.engine import Engine
 from infer.grammar import GrammarCompiler
 from infer.hispec import Round
@@ -45,7 +45,8 @@ class LLM:
         artifact: folder that `python -m export` wrote.
         strategy: one of `strategy.STRATEGIES`; `auto` follows the artifact's plan.json, which `python -m infer plan`
             writes, and is `autoregressive` without one that holds here: see `follow_plan`.
-        backend: `inductor`, `eager`, or `auto` for the fastest that the artifact holds.
+        backend: `inductor`, `eager`, or `auto` for the fastest that the artifact holds. Several with commas between, as
+            `inductor,eager`: the first that runs here, with a warning that says why none before it does.
         dtype: `float32` or `bfloat16`, as exported; None takes the artifact's first.
         device: `cpu` or `cuda`, as exported.
         num_blocks: KV blocks in the pool; None sizes it to `max_num_seqs` rows at full length, at least one row, and
@@ -144,7 +145,7 @@ class LLM:
             )
         self.tokenizer = load_tokenizer(opened.path)
         self._grammars = GrammarCompiler(self.tokenizer, self.manifest.base.vocab_size, self.manifest.eos_token_ids)
-        vocab_file = opened.path / "draft_vocab.safetensors"
+        draft_vocabs = read_draft_vocabs(opened, device)
         programs = backends.load(opened, chosen)
         if num_blocks is None:
             policies = [policy, *(entry.chosen.policy for entry in (self.plan.entries if self.plan else ()))]
@@ -162,7 +163,7 @@ class LLM:
             self.manifest,
             self._graphed(bitwise),
             chosen.build.programs,
-            load_file(vocab_file, device=device) if vocab_file.exists() else {},
+            draft_vocabs,
             num_blocks=num_blocks,
             max_num_seqs=max_num_seqs,
             dtype=torch_dtype,

@@ -10,14 +10,17 @@ from torch import Tensor
 from torch._export.serde.serialize import serialize
 from torch.export import ExportedProgram
 
+from infer.package import PROGRAM_KEY
+
 SUFFIX = ".graph.json"
 
 
-def build(exported: ExportedProgram, program_file: Path, weights_file: Path) -> None:
-    """Write the graph without its tensors to `program_file`, and the tensors by name to `weights_file`."""
+def build(exported: ExportedProgram, program_file: Path, weights_file: Path, name: str) -> None:
+    """Write the graph without its tensors to `program_file`, and the tensors by name to `weights_file`, which also
+    holds the program's own `name`."""
     stored = serialize(exported, serialize_state_dict=False, serialize_constants=False, serialize_example_inputs=False)
     program_file.write_bytes(stored.exported_program)
-    save_file(_tensors(exported), weights_file)
+    save_file(_tensors(exported), weights_file, {PROGRAM_KEY: name})
 
 
 def _tensors(exported: ExportedProgram) -> dict[str, Tensor]:

@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 from torch.export import ExportedProgram
 
 from infer.backends.eager import read_graph
+from infer.package import PROGRAM_KEY
 
 SUFFIX = ".pt2"
 
@@ -92,7 +93,9 @@ def _compile(job: Job, cache: str) -> tuple[str, float]:
     exported._example_inputs = example_inputs(exported)
     with torch.no_grad():  # else Inductor ignores `freezing`, silently
         torch._inductor.aoti_compile_and_package(
-            exported, package_path=str(job.package), inductor_configs=options(job.device, job.autotune)
+            exported,
+            package_path=str(job.package),
+            inductor_configs=options(job.device, job.autotune) | {"aot_inductor.metadata": {PROGRAM_KEY: job.name}},
         )
     return job.name, time.perf_counter() - start
 
