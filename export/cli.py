@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,7 +17,7 @@ if TYPE_CHECKING:  # torch and transformers take seconds, `--help` and a wrong o
     from train.model import EarlyExitModel
 
 BACKENDS = ("eager", "inductor")
-LATER_BACKENDS = ("onnx", "tensorrt")
+LATER_BACKENDS = ("onnx",)
 DTYPES = ("float32", "bfloat16")
 
 
@@ -28,18 +31,39 @@ class Source(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0; 2 for what the user can put right, 1 when a program fails its check."""
+    """Exit code 0; 2 for what the user can put right, 1 when a program fails its check or a disk, 143 after SIGTERM."""
     args = _parser().parse_args(argv)
     try:
-        return _run(args)
+        with _stopped_by_sigterm():
+            return _run(args)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"error: {error}; no artifact was written", file=sys.stderr)
+        return 1
     except RuntimeError as error:
         if type(error).__name__ != "ParityError":
             raise
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+@contextmanager
+def _stopped_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the export as an exception does, so that nothing unfinished stays behind."""
+
+    def stop(*_: object) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    if threading.current_thread() is not threading.main_thread():  # signals are not ours there
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -71,6 +95,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if "tensorrt" in [part.strip() for part in args.backend.split(",")]:
+        from export.backends import tensorrt
+
+        tensorrt.check_runs_here()
     backends = _choices("--backend", args.backend, BACKENDS, later=LATER_BACKENDS)
     dtypes = _choices("--dtype", args.dtype, DTYPES)
     args.workers = args.workers if args.workers is not None else 1 if args.autotune or args.device == "cuda" else 2

@@ -21,8 +21,9 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from export import bitwise, parity
+from export import bitwise, parity, served_tokens
 from export.backends import eager, inductor
+from export.disk import check_space
 from export.programs import TARGET, Program, Span, export_program, make_programs, tier_spans
 from infer import backends
 from infer.artifact import Artifact, ProgramSet, write_manifest
@@ -102,8 +103,7 @@ def write_artifact(
     options.output.parent.mkdir(parents=True, exist_ok=True)
     # Checked again before the move: building takes minutes, and others write too
     with whole_folder(options.output, before_move=lambda: check_output(options)) as folder:
-        manifest = _write_contents(folder, make_model, tokenizer, options, report)
-        write_manifest(folder, manifest)
+        _write_contents(folder, make_model, tokenizer, options, report)
     return options.output
 
 
@@ -113,24 +113,48 @@ def _write_contents(
     tokenizer: Any,
     options: ExportOptions,
     report: Callable[[str], None],
-) -> Manifest:
+) -> None:
     manifest: Manifest | None = None
-    parities: dict[str, list[dict[str, Any]]] = {}
+    found: dict[str, dict[str, Any]] = {"programs": {}, "served": {}}
+    oracle = served_tokens.Oracle(lambda: _stock_base(make_model, options))
     with tempfile.TemporaryDirectory(prefix="hispec-graphs-") as scratch:
         for dtype in options.dtypes:
             model = make_model(dtype).place(options.device)
             if manifest is None:
+                _check_space(folder, Path(scratch), model, options)
                 manifest = _manifest(model, options)
                 _write_base_files(folder, model, tokenizer)
             made = _export_graphs(model, make_model, dtype, Path(scratch), tokenizer, options, report)
             del model
             for backend in options.backends:
                 programs = _build(backend, folder, Path(scratch), made, options, report)
-                found = _measure(folder, programs, made, manifest, report)
-                parities[programs.build.folder_name] = [asdict(tier) for tier in found]
+                name = programs.build.folder_name
+                calls = backends.load(Artifact(folder, manifest), programs)
+                tiers, build = _measure(programs, calls, made, manifest, report)
+                found["programs"][name] = [asdict(tier) for tier in tiers]
+                served = _serve(folder, build, calls, made, manifest, oracle, report)
+                found["served"][name] = asdict(served)
+                del calls
     assert manifest is not None, options
-    _write_json(folder / "parity.json", {"programs": parities})
-    return manifest
+    _write_json(folder / "parity.json", found)
+    write_manifest(folder, manifest)
+
+
+def _check_space(folder: Path, scratch: Path, model: EarlyExitModel, options: ExportOptions) -> None:
+    """Every program's own weights: the base's and heads', the unembedding again where embeddings are tied, and its rows
+    for each trimmed vocabulary."""
+    family = model.family
+    tied = family.unembedding.numel() if model.base.config.tie_word_embeddings else 0
+    trimmed = sum(len(ids) for ids in model.draft_vocabs.values()) * family.exit_size
+    numbers = sum(p.numel() for module in (model.base, model.heads) for p in module.parameters()) + tied + trimmed
+    weights = [numbers * getattr(torch, dtype).itemsize for dtype in options.dtypes]
+    check_space(folder, scratch, weights, options.backends)
+
+
+def _stock_base(make_model: Callable[[str], EarlyExitModel], options: ExportOptions) -> transformers.PreTrainedModel:
+    model = make_model("float32").place(options.device)
+    model.family.use_attention("sdpa")
+    return model.base
 
 
 # ---- steps ----
@@ -212,11 +236,14 @@ def _build(
 
 
 def _measure(
-    folder: Path, programs: ProgramSet, made: _Made, manifest: Manifest, report: Callable[[str], None]
-) -> list[parity.TierParity]:
-    """Load the programs as the runtime will, hold them to parity, measure their bitwise ranges, write build.json."""
+    programs: ProgramSet,
+    calls: dict[str, Callable[..., Any]],
+    made: _Made,
+    manifest: Manifest,
+    report: Callable[[str], None],
+) -> tuple[list[parity.TierParity], BuildInfo]:
+    """Hold programs, loaded as the runtime will, to parity, measure their bitwise ranges, write build.json."""
     start = time.perf_counter()
-    calls = backends.load(Artifact(folder, manifest), programs)
     base, infos, dtype = manifest.base, programs.build.programs, getattr(torch, made.dtype)
     caller = parity.Caller(
         programs=calls,
@@ -229,7 +256,7 @@ def _measure(
         dtype=dtype,
         device=torch.device(programs.build.device),
     )
-    found = parity.check(caller, made.rows, made.reference)
+    found = parity.check(caller, made.rows, made.reference, manifest.limits.max_batch)
     where = f"{programs.build.backend} {made.dtype}"
     for tier in found:
         report(f"{where}: {tier.tier} error {tier.max_error:.1e}, top-1 agreement {tier.top1_agreement:.1%}")
@@ -243,10 +270,34 @@ def _measure(
             tokens = _tokens(p, base.vocab_size, dtype).to(caller.device)
             limits = bitwise.paged_range(calls[p.name], tokens, page_shape, len(p.kv_layers), dtype)
         measured[p.name] = replace(infos[p.name], bitwise_range=limits)
-    (programs.path / "build.json").write_text(replace(programs.build, programs=measured).to_json())
+    build = replace(programs.build, programs=measured)
+    (programs.path / "build.json").write_text(build.to_json())
     ranges = {name: info.bitwise_range and "{}–{}".format(*info.bitwise_range) for name, info in measured.items()}
     report(f"{where}: same bits for {ranges} tokens; checked in {time.perf_counter() - start:.0f} s")
-    return found
+    return found, build
+
+
+def _serve(
+    folder: Path,
+    build: BuildInfo,
+    calls: dict[str, Callable[..., Any]],
+    made: _Made,
+    manifest: Manifest,
+    oracle: served_tokens.Oracle,
+    report: Callable[[str], None],
+) -> served_tokens.ServedTokens:
+    """Hold the tokens that the runtime serves to plain decoding's, in fp32 to Hugging Face's."""
+    start = time.perf_counter()
+    manifest = write_manifest(folder, manifest)  # with what there is so far it is an artifact, which the runtime opens
+    prompts = served_tokens.calibration_prompts(made.rows, manifest)
+    asked = oracle if made.dtype == "float32" else None  # elsewhere rounding decides
+    served = served_tokens.check(folder, manifest, build, calls, prompts, asked)
+    who = ", ".join([*served.strategies, *(["transformers"] if asked else [])])
+    report(
+        f"{build.backend} {build.dtype}: the same {served.num_tokens} tokens by {who}; "
+        f"checked in {time.perf_counter() - start:.0f} s"
+    )
+    return served
 
 
 def _tokens(program: Program, vocab_size: int, dtype: torch.dtype) -> torch.Tensor:

@@ -68,6 +68,7 @@ class LLM:
             seed depends on what was drafted, and so, with exits that read the target's state (`context`), on the prefix
             cache and on preemption too, which change what they are given.
         seed: draws the seeds of requests that bring none; None draws them from the system.
+        programs: those that these options choose, loaded before by `backends.load`; None loads them.
 
     Raises:
         ValueError: anything that a user can set right, named with the remedy.
@@ -96,6 +97,7 @@ class LLM:
         min_ngram: int = 2,
         verification: str = "identity",
         seed: int | None = None,
+        programs: Mapping[str, Program] | None = None,
     ) -> None:
         policy = Policy(
             num_draft_tokens=num_draft_tokens,
@@ -146,7 +148,8 @@ class LLM:
         self.tokenizer = load_tokenizer(opened.path)
         self._grammars = GrammarCompiler(self.tokenizer, self.manifest.base.vocab_size, self.manifest.eos_token_ids)
         draft_vocabs = read_draft_vocabs(opened, device)
-        programs = backends.load(opened, chosen)
+        if programs is None:
+            programs = backends.load(opened, chosen)
         if num_blocks is None:
             policies = [policy, *(entry.chosen.policy for entry in (self.plan.entries if self.plan else ()))]
             num_blocks = default_num_blocks(
