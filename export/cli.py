@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,7 +17,6 @@ if TYPE_CHECKING:  # torch and transformers take seconds, `--help` and a wrong o
     from train.model import EarlyExitModel
 
 BACKENDS = ("eager", "inductor", "onnx")  # of export.backends, whose import takes seconds
-LATER_BACKENDS = ("tensorrt",)
 DTYPES = ("float32", "bfloat16")
 
 
@@ -28,18 +30,39 @@ class Source(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0; 2 for what the user can put right, 1 when a program fails its check."""
+    """Exit code 0; 2 for what the user can put right, 1 when a program fails its check or a disk, 143 after SIGTERM."""
     args = _parser().parse_args(argv)
     try:
-        return _run(args)
+        with _stopped_by_sigterm():
+            return _run(args)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"error: {error}; no artifact was written", file=sys.stderr)
+        return 1
     except RuntimeError as error:
         if type(error).__name__ != "ParityError":
             raise
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+@contextmanager
+def _stopped_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the export as an exception does, so that nothing unfinished stays behind."""
+
+    def stop(*_: object) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    if threading.current_thread() is not threading.main_thread():  # signals are not ours there
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -73,7 +96,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace) -> int:
-    backends = _choices("--backend", args.backend, BACKENDS, later=LATER_BACKENDS)
+    if "tensorrt" in [part.strip() for part in args.backend.split(",")]:
+        from export.backends import tensorrt
+
+        tensorrt.check_runs_here()
+    backends = _choices("--backend", args.backend, BACKENDS)
     dtypes = _choices("--dtype", args.dtype, DTYPES)
     args.workers = args.workers if args.workers is not None else 1 if args.autotune or args.device == "cuda" else 2
     if args.device != "cpu":  # with torch
@@ -118,12 +145,10 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _choices(flag: str, value: str, allowed: Sequence[str], later: Sequence[str] = ()) -> tuple[str, ...]:
+def _choices(flag: str, value: str, allowed: Sequence[str]) -> tuple[str, ...]:
     """The comma-separated list of a flag."""
     chosen = tuple(dict.fromkeys(part.strip() for part in value.split(",") if part.strip()))
     for name in chosen:
-        if name in later:
-            raise ValueError(f"{flag} {name} is not built yet in this release; it builds {', '.join(allowed)}")
         if name not in allowed:
             raise ValueError(f"{flag} {name!r} is unknown; expected some of {', '.join(allowed)}")
     if not chosen:

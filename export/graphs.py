@@ -15,6 +15,7 @@ from torch._export.serde.serialize import serialize
 from torch.export import ExportedProgram
 
 from export.attention import Form
+from infer.package import PROGRAM_KEY
 
 GRAPH_SUFFIX = ".graph.json"
 
@@ -32,7 +33,7 @@ class Graphs:
         return self._folder / f"{name}.safetensors"
 
     def write(self, name: str, form: Form, exported: ExportedProgram) -> None:
-        """Write the graph without its tensors, and the tensors by name unless another form has."""
+        """Write the graph without its tensors, and unless another form has, the tensors by name and the program's own."""
         stored = serialize(
             exported, serialize_state_dict=False, serialize_constants=False, serialize_example_inputs=False
         )
@@ -41,7 +42,7 @@ class Graphs:
         graph.write_bytes(stored.exported_program)
         tensors = _tensors(exported)
         if not weights.exists():
-            save_file(tensors, weights)
+            save_file(tensors, weights, {PROGRAM_KEY: name})
             return
         with safe_open(weights, "pt") as file:
             assert set(file.keys()) == tensors.keys(), (name, form, set(file.keys()) ^ tensors.keys())

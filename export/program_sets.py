@@ -10,17 +10,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from export import bitwise, parity
+from export import bitwise, parity, served_tokens
 from export.backends import BACKENDS
 from export.backends.backend import BuildJob
 from export.graphs import Graphs
 from export.programs import Program, Span
-from infer import backends
-from infer.artifact import Artifact, ProgramSet
+from infer.artifact import ProgramSet, write_manifest
 from infer.device import host_capability
 from infer.manifest import BuildInfo, Manifest, ProgramInfo
 
@@ -86,11 +85,14 @@ def build_programs(
 
 
 def measure_programs(
-    folder: Path, programs: ProgramSet, made: Made, manifest: Manifest, report: Callable[[str], None]
-) -> list[parity.TierParity]:
-    """Load the programs as the runtime will, hold them to parity, measure their bitwise ranges, write build.json."""
+    programs: ProgramSet,
+    calls: dict[str, Callable[..., Any]],
+    made: Made,
+    manifest: Manifest,
+    report: Callable[[str], None],
+) -> tuple[list[parity.TierParity], BuildInfo]:
+    """Hold programs, loaded as the runtime will, to parity, measure their bitwise ranges, write build.json."""
     start = time.perf_counter()
-    calls = backends.load(Artifact(folder, manifest), programs)
     base, infos, dtype = manifest.base, programs.build.programs, getattr(torch, made.dtype)
     caller = parity.Caller(
         programs=calls,
@@ -103,7 +105,7 @@ def measure_programs(
         dtype=dtype,
         device=torch.device(programs.build.device),
     )
-    found = parity.check(caller, made.rows, made.reference)
+    found = parity.check(caller, made.rows, made.reference, manifest.limits.max_batch)
     where = f"{programs.build.backend} {made.dtype}"
     for tier in found:
         report(f"{where}: {tier.tier} error {tier.max_error:.1e}, top-1 agreement {tier.top1_agreement:.1%}")
@@ -117,10 +119,34 @@ def measure_programs(
             tokens = _tokens(p, base.vocab_size, dtype).to(caller.device)
             limits = bitwise.paged_range(calls[p.name], tokens, page_shape, len(p.kv_layers), dtype)
         measured[p.name] = replace(infos[p.name], bitwise_range=limits)
-    (programs.path / "build.json").write_text(replace(programs.build, programs=measured).to_json())
+    build = replace(programs.build, programs=measured)
+    (programs.path / "build.json").write_text(build.to_json())
     ranges = {name: info.bitwise_range and "{}–{}".format(*info.bitwise_range) for name, info in measured.items()}
     report(f"{where}: same bits for {ranges} tokens; checked in {time.perf_counter() - start:.0f} s")
-    return found
+    return found, build
+
+
+def serve_programs(
+    folder: Path,
+    build: BuildInfo,
+    calls: dict[str, Callable[..., Any]],
+    made: Made,
+    manifest: Manifest,
+    oracle: served_tokens.Oracle,
+    report: Callable[[str], None],
+) -> served_tokens.ServedTokens:
+    """Hold the tokens that the runtime serves to plain decoding's, in fp32 to Hugging Face's."""
+    start = time.perf_counter()
+    manifest = write_manifest(folder, manifest)  # with what there is so far it is an artifact, which the runtime opens
+    prompts = served_tokens.calibration_prompts(made.rows, manifest)
+    asked = oracle if made.dtype == "float32" else None  # elsewhere rounding decides
+    served = served_tokens.check(folder, manifest, build, calls, prompts, asked)
+    who = ", ".join([*served.strategies, *(["transformers"] if asked else [])])
+    report(
+        f"{build.backend} {build.dtype}: the same {served.num_tokens} tokens by {who}; "
+        f"checked in {time.perf_counter() - start:.0f} s"
+    )
+    return served
 
 
 def _tokens(program: Program, vocab_size: int, dtype: torch.dtype) -> torch.Tensor:

@@ -20,13 +20,15 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from export import parity
+from export import parity, served_tokens
 from export.attention import Form
 from export.backends import BACKENDS
+from export.disk import check_space
 from export.graphs import Graphs
-from export.program_sets import Made, build_programs, measure_programs
+from export.program_sets import Made, build_programs, measure_programs, serve_programs
 from export.programs import TARGET, Program, export_program, make_programs, tier_spans
-from infer.artifact import write_manifest
+from infer import backends
+from infer.artifact import Artifact, write_manifest
 from infer.batch import RING_SIZE
 from infer.manifest import BaseInfo, ExitInfo, Limits, Manifest, TierInfo
 from train.base_model import base_fingerprint
@@ -96,8 +98,7 @@ def write_artifact(
     options.output.parent.mkdir(parents=True, exist_ok=True)
     # Checked again before the move: building takes minutes, and others write too
     with whole_folder(options.output, before_move=lambda: check_output(options)) as folder:
-        manifest = _write_contents(folder, make_model, tokenizer, options, report)
-        write_manifest(folder, manifest)
+        _write_contents(folder, make_model, tokenizer, options, report)
     return options.output
 
 
@@ -107,24 +108,48 @@ def _write_contents(
     tokenizer: Any,
     options: ExportOptions,
     report: Callable[[str], None],
-) -> Manifest:
+) -> None:
     manifest: Manifest | None = None
-    parities: dict[str, list[dict[str, Any]]] = {}
+    found: dict[str, dict[str, Any]] = {"programs": {}, "served": {}}
+    oracle = served_tokens.Oracle(lambda: _stock_base(make_model, options))
     with tempfile.TemporaryDirectory(prefix="hispec-graphs-") as scratch:
         for dtype in options.dtypes:
             model = make_model(dtype).place(options.device)
             if manifest is None:
+                _check_space(folder, Path(scratch), model, options)
                 manifest = _manifest(model, options)
                 _write_base_files(folder, model, tokenizer)
             made = _export_graphs(model, make_model, dtype, Path(scratch), tokenizer, options, report)
             del model
             for backend in options.backends:
                 programs = build_programs(backend, folder, made, options, report)
-                found = measure_programs(folder, programs, made, manifest, report)
-                parities[programs.build.folder_name] = [asdict(tier) for tier in found]
+                name = programs.build.folder_name
+                calls = backends.load(Artifact(folder, manifest), programs)
+                tiers, build = measure_programs(programs, calls, made, manifest, report)
+                found["programs"][name] = [asdict(tier) for tier in tiers]
+                served = serve_programs(folder, build, calls, made, manifest, oracle, report)
+                found["served"][name] = asdict(served)
+                del calls
     assert manifest is not None, options
-    _write_json(folder / "parity.json", {"programs": parities})
-    return manifest
+    _write_json(folder / "parity.json", found)
+    write_manifest(folder, manifest)
+
+
+def _check_space(folder: Path, scratch: Path, model: EarlyExitModel, options: ExportOptions) -> None:
+    """Every program's own weights: the base's and heads', the unembedding again where embeddings are tied, and its rows
+    for each trimmed vocabulary."""
+    family = model.family
+    tied = family.unembedding.numel() if model.base.config.tie_word_embeddings else 0
+    trimmed = sum(len(ids) for ids in model.draft_vocabs.values()) * family.exit_size
+    numbers = sum(p.numel() for module in (model.base, model.heads) for p in module.parameters()) + tied + trimmed
+    weights = [numbers * getattr(torch, dtype).itemsize for dtype in options.dtypes]
+    check_space(folder, scratch, weights, options.backends)
+
+
+def _stock_base(make_model: Callable[[str], EarlyExitModel], options: ExportOptions) -> transformers.PreTrainedModel:
+    model = make_model("float32").place(options.device)
+    model.family.use_attention("sdpa")
+    return model.base
 
 
 def _export_graphs(

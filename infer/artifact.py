@@ -1,7 +1,14 @@
 """The artifact's folder: what `export` writes and `infer` reads. Its records are `manifest`'s.
 
 Nothing here loads weights or programs. `Artifact.open` has checked every name, size and hash before any loader or
-native code sees a byte; `Artifact.select` then refuses programs that were built for other hardware or software.
+native code sees a byte; `Artifact.select` then refuses programs that were built for other hardware or software, or that
+are not those of the manifest's tiers.
+
+What that is worth. Hashes tell what was damaged, cut, mixed up or added by mistake. They say nothing against somebody
+who can rewrite hispec.json: he writes new hashes too, and a program is code, whether machine code or a graph. So take
+artifacts only from whom you would take a program. What is noticed even with right hashes: another tier's program (its
+name stands in its package or weights, its KV layers in build.json), a package that holds more than code (`package`),
+records that contradict each other. A hard link counts as the file that it is, a symbolic one is refused.
 
     artifact/hispec.json                        the Manifest, with one FileRecord for every other file but plan.json
     artifact/plan.json                          written later by `infer plan`, so it is the one file without a record
@@ -10,12 +17,14 @@ native code sees a byte; `Artifact.select` then refuses programs that were built
 
 import hashlib
 import os
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Self
 
 from infer.manifest import EXPORT_AGAIN, MANIFEST, BuildInfo, FileRecord, Manifest
+from infer.records import MAX_JSON
 
 PLAN = "plan.json"
 PLAN_TEMPORARY = f"{PLAN}.tmp"  # a planner that was killed may leave it
@@ -64,6 +73,10 @@ class Artifact:
             build = BuildInfo.from_json(_read_text(self.path, name), name)
             if build.dtype not in self.manifest.dtypes:
                 raise ValueError(f"{name}: dtype={build.dtype!r} must be one of {self.manifest.dtypes}; {EXPORT_AGAIN}")
+            if build.folder_name != folder.name:
+                raise ValueError(f"{name}: describes {build.folder_name}, not {folder.name}; {EXPORT_AGAIN}")
+            for fault in self.manifest.program_faults(build.programs):
+                raise ValueError(f"{name}: {fault}; {EXPORT_AGAIN}")
             for program in build.programs.values():
                 if str(folder / program.file) not in self.manifest.files:
                     raise ValueError(f"{name}: {program.file} has no record in {MANIFEST}; {EXPORT_AGAIN}")
@@ -74,16 +87,32 @@ class Artifact:
         """The programs to run. No dtype: the first one exported; `auto`: the fastest backend exported for that dtype.
 
         A set that was built for another machine or PyTorch is an error, never a reason to take a slower one silently.
+        Whoever wants that names several backends, as `inductor,eager`: the first that runs here is taken, and a warning
+        says why none before it was.
         """
+        sets, faults = self.programs(), list[str]()
+        for name in [part.strip() for part in backend.split(",")]:
+            try:
+                chosen = self._select(sets, name, dtype, device)
+            except ValueError as error:
+                faults.append(str(error))
+                continue
+            if faults:
+                taken = f"{chosen.build.backend} {chosen.build.dtype}"
+                warnings.warn(f"running {taken} instead: {' '.join(faults)}", stacklevel=3)
+            return chosen
+        raise ValueError(" ".join(faults))
+
+    def _select(self, sets: Sequence[ProgramSet], backend: str, dtype: str | None, device: str) -> ProgramSet:
         found = [
             s
-            for s in self.programs()
+            for s in sets
             if s.build.device == device
             and s.build.backend in (AUTO_ORDER if backend == "auto" else (backend,))
             and dtype in (None, s.build.dtype)
         ]
         if not found:
-            have = ", ".join(f"{s.build.backend}/{s.build.dtype}/{s.build.device}" for s in self.programs()) or "none"
+            have = ", ".join(f"{s.build.backend}/{s.build.dtype}/{s.build.device}" for s in sets) or "none"
             raise ValueError(
                 f"artifact {self.path}: no programs for backend={backend!r} dtype={dtype!r} device={device!r}; "
                 f"it has {have}. {self._rebuild(backend, dtype, device)}"
@@ -95,8 +124,12 @@ class Artifact:
         for candidate in same_kind:  # one for each PyTorch it was built with
             if not candidate.build.misfits():
                 return candidate
-        fitting = [s.build for s in self.programs() if s.build.device == device and not s.build.misfits()]
-        hint = f" backend={fitting[0].backend!r}, dtype={fitting[0].dtype!r} works here." if fitting else ""
+        fitting = [s.build for s in sets if s.build.device == device and not s.build.misfits()]
+        hint = ""
+        if fitting:
+            other = fitting[0].backend
+            hint = f" backend={other!r}, dtype={fitting[0].dtype!r} works here"
+            hint += f", and backend='{best.backend},{other}' falls back to it." if other != best.backend else "."
         raise ValueError(
             f"{same_kind[-1].path}: {'; '.join(same_kind[-1].build.misfits())}. "
             f"{self._rebuild(best.backend, best.dtype, device)}{hint}"
@@ -161,6 +194,9 @@ def _record(path: Path) -> FileRecord:
 
 
 def _read_text(folder: Path, name: str) -> str:
+    size = (folder / name).stat().st_size
+    if size > MAX_JSON:
+        raise ValueError(f"{folder / name}: {size} bytes, at most {MAX_JSON} are expected; {EXPORT_AGAIN}")
     try:
         return (folder / name).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

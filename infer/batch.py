@@ -9,7 +9,7 @@ keys go to the null block and whose states go to ring 0, so padding needs no bra
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,8 +48,11 @@ class BlockTables:
     """The block tables of rows that are computed together. They change far less often than calls come, so the last ones
     are kept; a row's own list only ever grows, or is replaced as a whole."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(
+        self, device: torch.device, check: Callable[[Sequence[list[int]]], None] = lambda tables: None
+    ) -> None:
+        """check: raises where a row's blocks are none of the pool's; asked once for tables that are kept."""
+        self._device, self._check = device, check
         self._kept: dict[tuple[int, ...], tuple[list[list[int]], Tensor]] = {}
 
     def of(self, rows: Sequence[Row], num_blocks: int) -> Tensor:
@@ -64,6 +67,7 @@ class BlockTables:
         if kept is None:
             if len(self._kept) == _MAX_TABLES:
                 self._kept.clear()
+            self._check(tables)
             filled = [table[:num_blocks] + table[:1] * (num_blocks - len(table)) for table in tables]
             # The lists are held, so that no others can come to have their ids
             kept = self._kept[key] = tables, to_device(torch.tensor(filled), self._device)
@@ -115,13 +119,20 @@ def make_query(
     )
 
 
-def token_rectangle(rows: Sequence[Row], spans: Sequence[range], width: int, device: torch.device) -> Tensor:
-    """[B, T] int64: the rows' tokens at `spans`, padded with id 0."""
+def token_rectangle(
+    rows: Sequence[Row],
+    spans: Sequence[range],
+    width: int,
+    device: torch.device,
+    check: Callable[[list[int]], None] = lambda ids: None,
+) -> Tensor:
+    """[B, T] int64: the rows' tokens at `spans`, padded with id 0. `check` raises where one of them is no token."""
     ids = list[int]()
     for row, span in zip(rows, spans, strict=True):
         ids += row.token_ids[span.start : span.stop]
         if len(span) < width:
             ids += [0] * (width - len(span))
+    check(ids)
     return to_device(torch.frombuffer(array("q", ids), dtype=torch.int64).view(len(rows), width), device)
 
 

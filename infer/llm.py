@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from safetensors.torch import load_file
 
 from infer import backends
 from infer.artifact import Artifact
@@ -18,6 +17,7 @@ from infer.blocks import BlockPool
 from infer.cuda_graphs import CudaCapture, with_graphs
 from infer.detokenizer import Detokenizer
 from infer.device import check_device
+from infer.draft_vocab import read_draft_vocabs
 from infer.engine import Engine
 from infer.grammar import GrammarCompiler
 from infer.hispec import Round
@@ -45,7 +45,8 @@ class LLM:
         artifact: folder that `python -m export` wrote.
         strategy: one of `strategy.STRATEGIES`; `auto` follows the artifact's plan.json, which `python -m infer plan`
             writes, and is `autoregressive` without one that holds here: see `follow_plan`.
-        backend: `inductor`, `eager`, `onnx`, or `auto` for the fastest that the artifact holds.
+        backend: `inductor`, `eager`, `onnx`, or `auto` for the fastest that the artifact holds. Several with commas
+            between, as `inductor,eager`: the first that runs here, with a warning that says why none before it does.
         dtype: `float32` or `bfloat16`, as exported; None takes the artifact's first.
         device: `cpu` or `cuda`, as exported.
         num_blocks: KV blocks in the pool; None sizes it to `max_num_seqs` rows at full length, at least one row, and
@@ -68,6 +69,7 @@ class LLM:
             seed depends on what was drafted, and so, with exits that read the target's state (`context`), on the prefix
             cache and on preemption too, which change what they are given.
         seed: draws the seeds of requests that bring none; None draws them from the system.
+        programs: those that these options choose, loaded before by `backends.load`; None loads them.
 
     Raises:
         ValueError: anything that a user can set right, named with the remedy.
@@ -97,6 +99,7 @@ class LLM:
         confidence_threshold: float = 0.0,
         verification: str = "identity",
         seed: int | None = None,
+        programs: Mapping[str, Program] | None = None,
     ) -> None:
         policy = Policy(
             num_draft_tokens=num_draft_tokens,
@@ -153,8 +156,9 @@ class LLM:
             )
         self.tokenizer = load_tokenizer(opened.path)
         self._grammars = GrammarCompiler(self.tokenizer, self.manifest.base.vocab_size, self.manifest.eos_token_ids)
-        vocab_file = opened.path / "draft_vocab.safetensors"
-        programs = backends.load(opened, chosen)
+        draft_vocabs = read_draft_vocabs(opened, device)
+        if programs is None:
+            programs = backends.load(opened, chosen)
         if num_blocks is None:
             policies = [policy, *(entry.chosen.policy for entry in (self.plan.entries if self.plan else ()))]
             num_blocks = default_num_blocks(
@@ -171,7 +175,7 @@ class LLM:
             self.manifest,
             self._graphed(bitwise),
             chosen.build.programs,
-            load_file(vocab_file, device=device) if vocab_file.exists() else {},
+            draft_vocabs,
             num_blocks=num_blocks,
             max_num_seqs=max_num_seqs,
             dtype=torch_dtype,

@@ -89,6 +89,35 @@ class Manifest:
         """Layers that keep keys and values: the base's, then one for each `layer` exit."""
         return self.base.num_layers + sum(e.has_kv for e in self.exits)
 
+    def kv_layers(self) -> dict[str, list[int]]:
+        """Every program that a set of them has, and the layers whose keys and values it takes.
+
+        The base's layers come first, then one for each `layer` exit in order.
+        """
+        found = {f"{tier.name}.trunk": list(range(tier.start, tier.stop)) for tier in self.tiers}
+        next_layer = self.base.num_layers
+        for e in self.exits:
+            found[f"{e.name}.exit"] = [next_layer] if e.has_kv else []
+            next_layer += e.has_kv
+            found[f"{e.name}.unembed" if e.vocab_size else "unembed"] = []
+        return found
+
+    def program_faults(self, programs: dict[str, "ProgramInfo"]) -> Iterator[str]:
+        """In what a set of programs is not the one that runs these tiers, in words."""
+        expected = self.kv_layers()
+        if missing := sorted(expected.keys() - programs.keys()):
+            yield f"program {missing[0]!r} is missing"
+        if unknown := sorted(programs.keys() - expected.keys()):
+            yield f"program {unknown[0]!r} belongs to no tier of {MANIFEST}"
+        for name, info in programs.items():
+            if info.kv_layers != expected.get(name):
+                yield f"{name} takes kv_layers={info.kv_layers}, expected {expected.get(name)}"
+            if info.bitwise_range is not None and not 1 <= info.bitwise_range[0] <= info.bitwise_range[1]:
+                yield f"{name} has bitwise_range={info.bitwise_range}, expected 1 ≤ least ≤ most"
+        files = [info.file for info in programs.values()]
+        if twice := sorted({file for file in files if files.count(file) > 1}):
+            yield f"{twice[0]} stands for several programs"
+
     def _faults(self) -> Iterator[str]:
         exits = {e.name: e for e in self.exits}
         if len(exits) < len(self.exits) or len({t.name for t in self.tiers}) < len(self.tiers):

@@ -20,7 +20,7 @@ import torch
 from infer.artifact import PLAN, PLAN_TEMPORARY, Artifact
 from infer.device import host_capability, processor_name
 from infer.manifest import MANIFEST, BuildInfo, Manifest
-from infer.records import load_json, read_record
+from infer.records import MAX_JSON, load_json, read_record
 from infer.strategy import Policy, stages_of
 
 FORMAT_VERSION = 1
@@ -138,6 +138,9 @@ def read_plan(artifact: Artifact, here: Conditions) -> Plan | None:
     if not path.exists():
         return None
     try:
+        size = path.stat().st_size
+        if size > MAX_JSON:
+            raise ValueError(f"{size} bytes, at most {MAX_JSON} are expected")
         plan = Plan.from_json(path.read_text(encoding="utf-8"), artifact.manifest)
     except (ValueError, OSError) as error:  # not all of them know the remedy
         faults = [str(error).removesuffix(f"; {PLAN_AGAIN}")]
@@ -152,5 +155,6 @@ def read_plan(artifact: Artifact, here: Conditions) -> Plan | None:
 def write_plan(folder: Path, plan: Plan) -> None:
     """It appears complete, or what was there before stays."""
     temporary = folder / PLAN_TEMPORARY
+    temporary.unlink(missing_ok=True)  # what lies there may be a second name of a file elsewhere
     temporary.write_text(plan.to_json(), encoding="utf-8")
     temporary.replace(folder / PLAN)

@@ -249,6 +249,10 @@ def _stubs(llm: LLM, batch_size: int, calls: Parts) -> dict[str, Program]:
         return run
 
     def flat(width: int) -> Program:
+        ready = torch.zeros(longest, width, dtype=dtype, device=device)  # whole: other programs are handed them
+        return lambda states: ready[: len(states)]
+
+    def logits(width: int) -> Program:
         ready = torch.zeros(1, 1, dtype=dtype, device=device).expand(longest, width)  # nobody reads them: one number
         return lambda states: ready[: len(states)]
 
@@ -260,7 +264,7 @@ def _stubs(llm: LLM, batch_size: int, calls: Parts) -> dict[str, Program]:
         elif name.endswith(".exit"):
             stubs[name] = flat(base.exit_size)
         else:
-            stubs[name] = flat(vocab_sizes.get(name, base.vocab_size))
+            stubs[name] = logits(vocab_sizes.get(name, base.vocab_size))
     return stubs
 
 

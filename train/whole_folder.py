@@ -27,4 +27,6 @@ def whole_folder(target: Path, before_move: Callable[[], None] = lambda: None) -
         os.rename(unfinished, target)
         shutil.rmtree(replaced, ignore_errors=True)
     finally:
+        if replaced.exists() and not target.exists():  # broken off between the two moves
+            os.rename(replaced, target)
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -28,6 +28,7 @@ from torch.export import ExportedProgram
 from export.attention import Form
 from export.backends.backend import BuildJob
 from infer.backends.eager import read_graph
+from infer.package import PROGRAM_KEY
 
 SUFFIX = ".pt2"
 FORM: Form = "inplace"
@@ -118,7 +119,9 @@ def _compile(job: _Job, cache: str) -> tuple[str, float]:
     exported._example_inputs = example_inputs(exported)
     with torch.no_grad():  # else Inductor ignores `freezing`, silently
         torch._inductor.aoti_compile_and_package(
-            exported, package_path=str(job.package), inductor_configs=options(job.device, job.autotune)
+            exported,
+            package_path=str(job.package),
+            inductor_configs=options(job.device, job.autotune) | {"aot_inductor.metadata": {PROGRAM_KEY: job.name}},
         )
     return job.name, time.perf_counter() - start
 

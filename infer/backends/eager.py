@@ -8,20 +8,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch._export.serde.serialize import SerializedArtifact, deserialize
 from torch.export import ExportedProgram
 
 from infer.artifact import Artifact, ProgramSet
+from infer.manifest import EXPORT_AGAIN
+from infer.package import PROGRAM_KEY, check_owner
+
+_NUM_QUERY_INPUTS = 4  # x, positions, slots, block_table: before the pages
 
 
 def load_programs(artifact: Artifact, program_set: ProgramSet) -> dict[str, Callable[..., Any]]:
-    """Program name → a call without gradients. On CPU the weights are those of the mapped files."""
-    weights = artifact.path / "weights" / program_set.build.dtype
+    """Program name → a call without gradients. On CPU the weights are those of the mapped files.
+
+    Raises:
+        ValueError: a file is another program's, before any tensor is read.
+    """
+    folder, build = artifact.path / "weights" / program_set.build.dtype, program_set.build
+    weights = {name: folder / f"{name}.safetensors" for name in build.programs}
+    for name, path in weights.items():
+        _check_owner(path, name)
     return {
-        name: _load(program_set.path / program.file, weights / f"{name}.safetensors", program_set.build.device)
-        for name, program in program_set.build.programs.items()
+        name: _load(program_set.path / program.file, weights[name], build.device, 2 * len(program.kv_layers))
+        for name, program in build.programs.items()
     }
 
 
@@ -36,9 +48,26 @@ def read_graph(graph_file: Path, tensors: Mapping[str, Tensor]) -> ExportedProgr
     return deserialize(SerializedArtifact(text, state, constants, {}))  # type: ignore[arg-type]
 
 
-def _load(graph_file: Path, weights_file: Path, device: str) -> Callable[..., Any]:
+def _check_owner(weights_file: Path, program: str) -> None:
+    """By its header alone."""
+    try:
+        with safe_open(weights_file, "pt") as file:
+            check_owner(weights_file, (file.metadata() or {}).get(PROGRAM_KEY), program)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{weights_file}: no safetensors file ({error}); {EXPORT_AGAIN}") from error
+
+
+def _load(graph_file: Path, weights_file: Path, device: str, num_pages: int) -> Callable[..., Any]:
     tensors = load_file(weights_file, device)
-    return _Call(read_graph(graph_file, tensors).module(check_guards=False))
+    try:
+        graph = read_graph(graph_file, tensors)
+    except KeyError as error:
+        raise ValueError(f"{graph_file}: {weights_file} has no {error}: not its weights; {EXPORT_AGAIN}") from error
+    inputs = len(graph.graph_signature.user_inputs)
+    expected = _NUM_QUERY_INPUTS + num_pages if num_pages else 1
+    if inputs != expected:
+        raise ValueError(f"{graph_file}: takes {inputs} tensors, expected {expected}: another program; {EXPORT_AGAIN}")
+    return _Call(graph.module(check_guards=False))
 
 
 class _Call:

@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("artifact", help="folder that `python -m export` wrote")
-    parser.add_argument("--backend", default="auto", help="inductor, eager, onnx or auto (default)")
+    parser.add_argument(
+        "--backend",
+        default="auto",
+        help="inductor, eager, onnx or auto (default); inductor,eager: the first that runs here",
+    )
     parser.add_argument("--dtype", help="float32 or bfloat16; default: the artifact's first")
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda, as exported")
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs (there are none on CPU)")

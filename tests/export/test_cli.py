@@ -1,12 +1,19 @@
 """What a user can do wrong: a clear line, exit code 2, and nothing written."""
 
 import json
+import os
+import signal
+import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from export.backends import tensorrt
 from export.cli import main
+from export.disk import check_space
 from infer.artifact import Artifact
 from tests.export.tiny_exits import make_early_exit
 from train.heads import ExitConfig
@@ -59,7 +66,6 @@ def test_heads_of_a_checkpoint_export_with_their_vocabulary(base: Path, tmp_path
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--backend", "tensorrt"], "not built yet"),
         (["--backend", "tpu"], "expected some of eager, inductor, onnx"),
         (["--dtype", "int3"], "expected some of float32, bfloat16"),
         (["--device", "npu"], "must be 'cpu' or 'cuda'"),
@@ -99,3 +105,118 @@ def test_an_untrained_head_is_refused(base: Path, tmp_path: Path, capsys: pytest
 def test_a_folder_that_is_no_artifact_is_never_replaced(config: Path, base: Path) -> None:
     assert main(["--config", str(config), "--output", str(base), "--backend", "eager", "--overwrite"]) == 2
     assert (base / "config.json").is_file()
+
+
+# ---- interrupted ----
+
+
+@pytest.fixture
+def old(config: Path, tmp_path: Path) -> Path:
+    """Something that stands where an artifact goes, and counts as one."""
+    output = tmp_path / "out" / "artifact"
+    output.mkdir(parents=True)
+    (output / "hispec.json").write_text("old")
+    return output
+
+
+def export_over(old: Path, config: Path, *options: str) -> int:
+    return main(["--config", str(config), "--output", str(old), "--backend", "eager", "--overwrite", *options])
+
+
+def is_untouched(old: Path) -> bool:
+    return (old / "hispec.json").read_text() == "old" and list(old.parent.iterdir()) == [old]
+
+
+def test_a_full_disk_leaves_the_old_artifact_and_one_line(
+    old: Path, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("export.backends.eager.save_file", full)
+    monkeypatch.setattr("tempfile.tempdir", str(old.parent.parent))
+    before = sorted(old.parent.parent.iterdir())
+    assert export_over(old, config) == 1
+    assert "No space left on device; no artifact was written" in capsys.readouterr().err
+    assert is_untouched(old) and sorted(old.parent.parent.iterdir()) == before
+
+
+def test_sigterm_leaves_the_old_artifact_and_no_folder(
+    old: Path, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, others = signal.getsignal(signal.SIGTERM), sorted(old.parent.parent.iterdir())
+
+    def killed(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)  # never so long: the signal comes first
+        raise AssertionError("SIGTERM did nothing")
+
+    monkeypatch.setattr("export.parity.check", killed)
+    monkeypatch.setattr("tempfile.tempdir", str(old.parent.parent))
+    with pytest.raises(SystemExit) as stopped:
+        export_over(old, config)
+    assert stopped.value.code == 143
+    assert is_untouched(old) and sorted(old.parent.parent.iterdir()) == others
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_too_little_room_is_told_with_both_numbers_before_the_work(
+    old: Path, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("export.disk.shutil.disk_usage", lambda _: SimpleNamespace(free=10_000))
+    monkeypatch.setattr("export.writer.export_program", None)  # the work
+    assert export_over(old, config) == 2
+    error = capsys.readouterr().err
+    assert "are needed there, 0.00 GB are free" in error and "make room" in error
+    assert is_untouched(old)
+
+
+def test_room_is_summed_up_over_what_lies_on_one_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def needed(free: int, backends: list[str]) -> str:
+        monkeypatch.setattr("export.disk.shutil.disk_usage", lambda _: SimpleNamespace(free=free))
+        try:
+            check_space(tmp_path / "not" / "yet", tmp_path, [4 * 10**9, 2 * 10**9], backends)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    assert needed(12 * 10**9, ["eager"]) == ""  # 6 kept, 6 on the way
+    assert "about 12.00 GB are needed there, 11.90 GB are free" in needed(119 * 10**8, ["eager"])
+    assert needed(30 * 10**9, ["eager", "inductor"]) == ""  # 12 kept, 6 + 3 · 4 on the way
+    assert "about 30.00 GB" in needed(29 * 10**9, ["eager", "inductor"])
+    assert "--output" in needed(10**9, ["eager"])
+
+
+# ---- TensorRT ----
+
+
+@pytest.mark.parametrize("backend", ["tensorrt", "eager,tensorrt"])
+@pytest.mark.parametrize(
+    ("has_package", "has_device", "words"),
+    [
+        (False, False, ["torch-tensorrt", "pip install torch-tensorrt==", "GPU"]),
+        (True, False, ["no CUDA device", "NVIDIA's driver"]),
+        (True, True, ["can't be imported", "libnvinfer"]),
+    ],
+)
+def test_tensorrt_says_what_is_missing_before_any_work(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    backend: str, has_package: bool, has_device: bool, words: list[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: SimpleNamespace() if has_package else None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_device)
+    monkeypatch.setitem(sys.modules, "torch_tensorrt", None)  # an import of it fails
+    monkeypatch.setattr("export.cli.read_source", None)  # the work
+    before = sorted(tmp_path.iterdir())
+    assert main(["--config", str(config), "--output", str(tmp_path / "artifact"), "--backend", backend]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: backend tensorrt") and all(word in error for word in words)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.tensorrt
+def test_tensorrt_finds_all_it_needs_where_it_is_installed() -> None:
+    import torch_tensorrt  # noqa: F401
+
+    with pytest.raises(ValueError, match=r"no CUDA device|not built yet"):
+        tensorrt.check_runs_here()

@@ -1,6 +1,7 @@
 import json
 import os
 import platform
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,13 +34,16 @@ MANIFEST = Manifest(
     eos_token_ids=[2],
     provenance={"argv": ["export"], "versions": {"torch": torch.__version__}},
 )
-PROGRAM = ProgramInfo(file="draft.bin", kv_layers=[0, 1], bitwise_range=(1, 32), num_kernels={"amx": 3})
+PROGRAMS = {
+    name: ProgramInfo(file=f"{name}.bin", kv_layers=layers, bitwise_range=(1, 32), num_kernels={"amx": 3})
+    for name, layers in MANIFEST.kv_layers().items()
+}
 
 
 def build(backend: str = "eager", dtype: str = "float32", **changes) -> BuildInfo:
     here = BuildInfo(
         backend=backend, device="cpu", dtype=dtype, torch_version=torch.__version__, machine=platform.machine(),
-        cpu_capability=host_capability(), num_threads=2, programs={"draft": PROGRAM},
+        cpu_capability=host_capability(), num_threads=2, programs=PROGRAMS,
     )  # fmt: skip
     return replace(here, **changes)
 
@@ -51,7 +55,8 @@ def write(folder: Path, *builds: BuildInfo) -> Path:
     for info in builds:
         programs = folder / "programs" / info.folder_name
         programs.mkdir(parents=True)
-        (programs / "draft.bin").write_bytes(b"program")
+        for program in PROGRAMS.values():
+            (programs / program.file).write_bytes(b"program")
         (programs / "build.json").write_text(info.to_json())
     write_manifest(folder, MANIFEST)
     return folder
@@ -246,6 +251,78 @@ def test_programs_that_were_never_exported_are_refused_with_what_there_is(folder
 
 
 def test_a_program_outside_its_folder_is_refused(tmp_path):
-    info = build(programs={"draft": replace(PROGRAM, file="../../weights/heads.safetensors")})
+    outside = replace(PROGRAMS["unembed"], file="../../weights/heads.safetensors")
     with pytest.raises(ValueError, match="has no record"):
-        Artifact.open(write(tmp_path / "a", info)).programs()
+        Artifact.open(write(tmp_path / "a", build(programs=PROGRAMS | {"unembed": outside}))).programs()
+
+
+def test_the_programs_of_these_tiers_and_the_layers_they_take():
+    assert MANIFEST.kv_layers() == {
+        "draft.trunk": [0, 1], "intermediate.trunk": [2, 3], "target.trunk": [4, 5],
+        "draft.exit": [6], "draft.unembed": [], "intermediate.exit": [], "target.exit": [], "unembed": [],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"target.trunk": PROGRAMS["draft.trunk"]}, "target.trunk takes kv_layers=[0, 1], expected [4, 5]"),
+        ({"other.trunk": PROGRAMS["draft.trunk"]}, "'other.trunk' belongs to no tier"),
+        ({"unembed": None}, "'unembed' is missing"),
+        ({"unembed": replace(PROGRAMS["unembed"], file="target.exit.bin")}, "target.exit.bin stands for several"),
+        ({"unembed": replace(PROGRAMS["unembed"], bitwise_range=(8, 2))}, "bitwise_range=(8, 2)"),
+    ],
+)
+def test_a_set_of_programs_that_is_not_these_tiers_is_refused(tmp_path, change, words):
+    """As when the programs of two tiers, or the manifest of another model, were put in with right hashes."""
+    programs = {name: info for name, info in (PROGRAMS | change).items() if info is not None}
+    with pytest.raises(ValueError) as error:
+        Artifact.open(write(tmp_path / "a", build(programs=programs))).select()
+    assert words in str(error.value) and "python -m export" in str(error.value)
+
+
+def test_a_build_record_in_the_wrong_folder_is_refused(tmp_path):
+    folder = write(tmp_path / "a", build(), build(dtype="bfloat16"))
+    (folder / "programs" / build().folder_name / "build.json").write_text(build(dtype="bfloat16").to_json())
+    write_manifest(folder, MANIFEST)
+    with pytest.raises(ValueError, match="describes eager-cpu-bfloat16"):
+        Artifact.open(folder).select()
+
+
+def test_of_several_backends_the_first_that_runs_here_is_taken_with_a_warning_that_says_why(tmp_path):
+    old = build("inductor", cpu_capability="AVX9000")
+    artifact = Artifact.open(write(tmp_path / "a", build("eager"), old))
+    with pytest.warns(UserWarning, match="running eager float32 instead.*AVX9000.*python -m export"):
+        assert artifact.select("inductor,eager").build == build("eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert artifact.select("eager, inductor").build == build("eager")
+    with pytest.raises(ValueError, match=r"AVX9000.*backend='onnx'"):
+        artifact.select("inductor,onnx")
+    (tmp_path / "b").mkdir()
+    artifact = Artifact.open(write(tmp_path / "b" / "a", build("eager")))
+    with pytest.warns(UserWarning, match="running eager float32 instead: .*no programs for backend='inductor'"):
+        artifact.select("inductor,eager")
+
+
+def test_a_hard_link_is_the_file_that_it_is_but_never_written_through(folder, tmp_path):
+    heads, outside = folder / "weights" / "heads.safetensors", tmp_path / "outside"
+    os.link(heads, outside)
+    Artifact.open(folder)
+    outside.write_bytes(b"weightz")
+    refuse(folder, "weights/heads.safetensors", "sha256")
+
+
+def test_a_record_of_absurd_size_is_not_read(folder, monkeypatch):
+    artifact = Artifact.open(folder)
+    monkeypatch.setattr("infer.artifact.MAX_JSON", 100)
+    refuse(folder, "hispec.json", "at most 100")
+    with pytest.raises(ValueError, match=r"build\.json: \d+ bytes, at most 100"):
+        artifact.programs()
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "9" * 5000])
+def test_numbers_that_are_none_are_refused(folder, value):
+    text = (folder / "hispec.json").read_text()
+    (folder / "hispec.json").write_text(text.replace('"block_size": 16', f'"block_size": {value}'))
+    refuse(folder, "hispec.json")

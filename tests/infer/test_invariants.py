@@ -46,7 +46,7 @@ def cursor(row: Row, kind: str, tier: int) -> int:
 
 
 def fresh_row(tiny: Tiny, token_ids: list[int]) -> tuple[Tiny, Row]:
-    other = Tiny(layered_model(), "hispec")
+    other = Tiny(layered_model(), "hispec", max_model_len=max(128, len(token_ids)))
     row = Row(token_ids, GREEDY, seed=0, max_len=len(token_ids), num_tiers=3, num_stages=3,
               blocks=other.engine.pool.allocate(-(-len(token_ids) // BLOCK_SIZE)), ring=1)  # fmt: skip
     while not row.is_ready:

@@ -251,13 +251,6 @@ def test_bench_prints_a_table_and_writes_json(artifact: Path, tmp_path: Path, ca
     assert "ratio to plain" in capsys.readouterr().out
 
 
-def test_inspect_shows_tiers_and_parity(artifact: Path, capsys) -> None:
-    assert main(["inspect", str(artifact)]) == 0
-    out = capsys.readouterr().out
-    assert "intermediate" in out
-    assert "200" in out
-
-
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [

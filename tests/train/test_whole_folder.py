@@ -1,5 +1,6 @@
 """What stands at the target is whole, before and after, whatever happens between."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -36,5 +37,23 @@ def test_an_error_keeps_what_was_there(target: Path, where: str) -> None:
         fill(unfinished, "new")
         if where == "block":
             raise ValueError("broke off")
+    assert (target / "file").read_text() == "old"
+    assert list(target.parent.iterdir()) == [target]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt(), SystemExit(143)])
+def test_what_was_moved_aside_comes_back_when_the_new_folder_cannot_be_moved(
+    target: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    rename = os.rename
+
+    def second_fails(source: Path, destination: Path) -> None:
+        if destination == target and not str(source).endswith(".replaced"):
+            raise error
+        rename(source, destination)
+
+    monkeypatch.setattr(os, "rename", second_fails)
+    with pytest.raises(type(error)), whole_folder(target) as unfinished:
+        fill(unfinished, "new")
     assert (target / "file").read_text() == "old"
     assert list(target.parent.iterdir()) == [target]

@@ -1,0 +1,54 @@
+"""`infer inspect`: every table tells what the records say."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from infer.artifact import Artifact, write_manifest
+from infer.cli import main
+from infer.manifest import BuildInfo, Manifest
+
+
+def lines_of(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    assert main(["inspect", str(folder)]) == 0
+    return [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_tables_tell_what_the_artifact_holds(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = lines_of(artifact, capsys)
+    build = Artifact.open(artifact).select("eager").build
+    files = Artifact.open(artifact).manifest.files
+    text = "\n".join(lines)
+    assert "draft 0–2 draft layer 200 –" in lines and "target 4–6 target native 300 –" in lines
+    assert any(line.startswith(build.folder_name) and line.endswith("yes") for line in lines)
+    size = files["weights/float32/target.trunk.safetensors"].size / 1e6
+    assert any(line.startswith("target.trunk 4–5") and f"{size:.2f}" in line for line in lines)
+    assert any(line.startswith("draft.exit 6 ") for line in lines)
+    assert "1.0e-04 100.00% 99.0%" in text, "the first gate"
+    assert all(part in text for part in ("layerskip 5 of 5", "hispec 5 of 5", "5 of 5 120")), "the second gate"
+    assert f"{sum(record.size for record in files.values()) / 1e6:.2f}" in text
+    assert "no plan" in text and "made by" in text
+
+
+def test_programs_of_another_place_and_an_older_export_are_shown_as_such(
+    artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(artifact, tmp_path / "artifact")
+    (path,) = folder.glob("programs/*/build.json")
+    build = replace(BuildInfo.from_json(path.read_text()), torch_version="1.0.0")
+    path.write_text(build.to_json())
+    path.parent.rename(path.parent.with_name(build.folder_name))
+    (folder / "parity.json").write_text('{"programs": {}}')
+    write_manifest(folder, Manifest.from_json((folder / "hispec.json").read_text()))
+    text = "\n".join(lines_of(folder, capsys))
+    assert "torch_version is 1.0.0" in text and "no figures: texts that export's gate served" in text
+
+
+def test_a_broken_report_is_one_line(artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = shutil.copytree(artifact, tmp_path / "artifact")
+    (folder / "parity.json").write_text("[1")
+    write_manifest(folder, Manifest.from_json((folder / "hispec.json").read_text()))
+    assert main(["inspect", str(folder)]) == 2
+    assert "parity.json: not valid JSON" in capsys.readouterr().err
