@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 from pathlib import Path
 from typing import Any
 
 from infer.commands import options
 
+PACKAGES = ("fastapi", "uvicorn", "sse_starlette", "prometheus_client")  # of the extra `serve`
 API_KEY_VARIABLE = "HISPEC_API_KEY"  # arguments can be read by everybody on the machine
 
 
@@ -62,12 +64,11 @@ def _run(args: argparse.Namespace) -> int:
     )
     if args.ssl_certfile is None and (args.ssl_keyfile or args.ssl_ca_certs):
         raise ValueError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile")
-    try:
-        from infer.server.run import Address, serve
-    except ModuleNotFoundError as error:
-        if error.name and error.name.split(".")[0] in ("infer", "torch"):
-            raise
-        raise ValueError(f"serve needs the package {error.name}: pip install 'hispec[serve]'") from error
+    for package in PACKAGES:
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"serve needs the package {package}: pip install 'hispec[serve]'")
+    from infer.server.run import Address, serve
+
     address = Address(
         host=args.host,
         port=args.port,

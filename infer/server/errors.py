@@ -9,7 +9,8 @@ from pydantic import ValidationError
 
 from infer.async_llm import EngineDeadError
 
-_LONGEST_MESSAGE = 1000  # a bad request may hold megabytes, its answer must not
+_LONGEST_MESSAGE = 1000  # characters; a bad request may hold megabytes, its answer must not
+_LONGEST_NAME = 100
 _MOST_FAULTS = 3  # of one body that are named
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -65,21 +66,23 @@ def bad_body(error: ValidationError) -> ApiError:
     """400 for a body that is no JSON, or not of the shape that is asked for."""
     faults = error.errors(include_url=False, include_input=False, include_context=False)
     first = faults[0]
-    param = str(first["loc"][0]) if first["loc"] else None
+    param = str(first["loc"][0])[:_LONGEST_NAME] if first["loc"] else None
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is no JSON: {first['msg']}", code="invalid_json")
     if first["type"] == "extra_forbidden":
-        path = ".".join(map(str, first["loc"]))
         return ApiError(
-            400, f"{path} is unknown or not supported here: leave it out", param=param, code="unsupported_parameter"
+            400,
+            f"{_path(first['loc'])} is unknown or not supported here: leave it out",
+            param=param,
+            code="unsupported_parameter",
         )
-    texts = [f"{'.'.join(map(str, fault['loc'])) or 'the body'}: {_message(fault['msg'])}" for fault in faults]
-    more = f" (and {len(texts) - _MOST_FAULTS} more)" if len(texts) > _MOST_FAULTS else ""
-    return ApiError(400, "; ".join(texts[:_MOST_FAULTS]) + more, param=param, code="invalid_value")
+    texts = [f"{_path(f['loc'])}: {f['msg'].removeprefix('Value error, ')}" for f in faults[:_MOST_FAULTS]]
+    more = f" (and {len(faults) - _MOST_FAULTS} more)" if len(faults) > _MOST_FAULTS else ""
+    return ApiError(400, "; ".join(texts) + more, param=param, code="invalid_value")
 
 
-def _message(text: str) -> str:
-    return text.removeprefix("Value error, ")
+def _path(loc: tuple[int | str, ...]) -> str:
+    return ".".join(map(str, loc))[:_LONGEST_NAME] or "the body"
 
 
 def engine_is_dead(error: EngineDeadError) -> ApiError:
