@@ -1,6 +1,7 @@
 """`python -m infer serve`: starts, serves over TLS, stops when told, and says what it misses."""
 
 import os
+import re
 import signal
 import socket
 import ssl
@@ -112,6 +113,13 @@ def wait_for(url, process):
         except httpx.TransportError:
             time.sleep(0.1)
     raise AssertionError("the server does not start")
+
+
+def test_the_readmes_client_runs(llm, capsys):
+    (snippet,) = re.findall(r"```python\n(from openai.+?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    with served(llm, model="smollm2-135m") as one, on_port(one) as address:
+        exec(snippet.replace("http://127.0.0.1:8000", address).replace("rivers.", "me"), {})  # a short context
+    assert capsys.readouterr().out.strip()
 
 
 def test_a_port_that_is_taken_is_said(llm):
