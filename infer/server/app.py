@@ -29,6 +29,7 @@ from infer.server.protocol import ChatRequest, CompletionRequest, TextRequest
 from infer.server.settings import Settings
 from infer.server.shapes import ChatShape, CompletionShape, Shape
 from infer.server.streaming import EventStream, events
+from infer.server.tiers import TierReport
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +177,8 @@ async def _answer(
         await job.prepare(asked, params)
         if asked.stream:
             is_handed_on = True
-            return _stream(job, shape, asked, envelope, params.n, gate.settings, facts)
+            tiers = TierReport(gate.engine.llm)
+            return _stream(job, shape, asked, envelope, params.n, gate.settings, facts, tiers)
         outputs = await job.finish()
         facts |= _facts(job)
         choices = [
@@ -206,12 +208,13 @@ def _stream(
     num_choices: int,
     settings: Settings,
     facts: dict[str, Any],
+    tiers: TierReport,
 ) -> Response:
     def end() -> None:
         facts.update(_facts(job))
         job.close()
 
-    chunks: AsyncGenerator[str, None] = events(job, shape, asked, envelope, num_choices)
+    chunks: AsyncGenerator[str, None] = events(job, shape, asked, envelope, num_choices, tiers)
     return EventStream(chunks, end, send_timeout=settings.send_timeout, drain_timeout=settings.drain_timeout)
 
 

@@ -66,6 +66,8 @@ class TextRequest(_Strict):
     structured_outputs: JsonObject | None = None
     """vLLM's: one of json, regex, choice, grammar, json_object."""
     logit_bias: dict[str, float] | None = None
+    hispec_tiers: bool | None = None
+    """Say in every chunk of a stream which tier picked its tokens first, and what was accepted so far."""
 
     # Given to SamplingParams as they are
     n: int | None = None
@@ -103,6 +105,8 @@ class TextRequest(_Strict):
         """ValueError, beginning with a field's name, if a value is out of its range."""
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is for streams alone: leave it out, or set stream to true")
+        if self.hispec_tiers and not self.stream:
+            raise ValueError("hispec_tiers is for streams alone: leave it out, or set stream to true")
         values = {name: value for name in self.PASSED if (value := getattr(self, name)) is not None}
         return SamplingParams(
             **values,

@@ -16,6 +16,7 @@ from infer.server.errors import ApiError
 from infer.server.job import Job
 from infer.server.protocol import TextRequest
 from infer.server.shapes import Sent, Shape
+from infer.server.tiers import TierReport
 
 logger = logging.getLogger(__name__)
 
@@ -46,13 +47,19 @@ class EventStream(EventSourceResponse):
 
 
 async def events(
-    job: Job, shape: Shape, asked: TextRequest, envelope: dict[str, Any], num_choices: int
+    job: Job,
+    shape: Shape,
+    asked: TextRequest,
+    envelope: dict[str, Any],
+    num_choices: int,
+    tiers: TierReport,
 ) -> AsyncGenerator[str, None]:
     """The data of each event. What goes wrong now can only be said in the stream, so it is, as the last but one.
 
     Args:
         envelope: the fields that all chunks share.
         num_choices: n, texts for each prompt.
+        tiers: says where tokens came from, to those who ask.
     """
     envelope = envelope | ({"usage": None} if asked.include_usage else {})
     sent: dict[int, Sent] = {}
@@ -66,7 +73,10 @@ async def events(
                 for text in output.outputs:
                     index = number * num_choices + text.index
                     if index in sent and _has_news(text, sent[index]):
+                        start = sent[index].num_tokens
                         choice = shape.part(index, text, output, job.echoes[number], sent[index])
+                        if asked.hispec_tiers:
+                            choice["hispec"] = tiers.of(text, start, output.metrics)
                         if text.finish_reason is not None:
                             del sent[index]
                         yield dumps(envelope | {"choices": [choice]})

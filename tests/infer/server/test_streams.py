@@ -129,3 +129,17 @@ def test_what_goes_wrong_later_is_said_in_the_stream(one, llm, monkeypatch):
     monkeypatch.setattr(llm.engine.runner, "_trunks", [*trunks[:2], (broken, *trunks[2][1:])])
     chunks = sse(ask(one, "/v1/completions", TEXT | {"stream": True}))
     assert chunks[-1]["error"]["code"] == "generation_failed"
+
+
+def test_tiers_are_told_to_those_who_ask(one):
+    chunks = sse(ask(one, "/v1/completions", TEXT | {"stream": True, "hispec_tiers": True}))
+    reports = [choice["hispec"] for chunk in chunks for choice in chunk["choices"]]
+    tokens = [token for report in reports for token in report["tokens"]]
+    assert len(tokens) == TEXT["max_tokens"]
+    assert {token["tier"] for token in tokens} <= {"draft", "intermediate", "target"}
+    num_accepted = reports[-1]["judged"]["target"]["num_accepted"]
+    assert 0 <= num_accepted <= reports[-1]["judged"]["target"]["num_draft_tokens"] > 0
+    assert sum(token["tier"] != "target" for token in tokens) <= num_accepted
+    plain = sse(ask(one, "/v1/completions", TEXT | {"stream": True}))
+    assert joined(plain) == joined(chunks) and "hispec" not in str(plain)
+    assert ask(one, "/v1/completions", TEXT | {"hispec_tiers": True}).json()["error"]["param"] == "hispec_tiers"
