@@ -25,6 +25,7 @@ from infer.server.gate import Gate
 from infer.server.guard import CLIENT_GONE, Guard, error_response
 from infer.server.job import Job
 from infer.server.metrics import Metrics
+from infer.server.page import add_page
 from infer.server.protocol import ChatRequest, CompletionRequest, TextRequest
 from infer.server.settings import Settings
 from infer.server.shapes import ChatShape, CompletionShape, Shape
@@ -60,6 +61,7 @@ def make_app(engine: AsyncLLM, settings: Settings) -> FastAPI:
     _add_error_handlers(app)
     _add_probes(app, gate, metrics)
     _add_endpoints(app, gate, metrics)
+    add_page(app)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
 
