@@ -33,7 +33,7 @@ class Graphs:
         return self._folder / f"{name}.safetensors"
 
     def write(self, name: str, form: Form, exported: ExportedProgram) -> None:
-        """Write the graph without its tensors, and unless another form has, the tensors by name and the program's own."""
+        """Write the graph without its tensors, and these by name (with the program's own) unless another form has."""
         stored = serialize(
             exported, serialize_state_dict=False, serialize_constants=False, serialize_example_inputs=False
         )

@@ -14,12 +14,14 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Self
+from typing import Self, TypeVar
 
 from infer.inputs import Prompt
 from infer.llm import LLM
@@ -28,6 +30,8 @@ from infer.params import SamplingParams
 from infer.request import Request
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class EngineDeadError(RuntimeError):
@@ -65,6 +69,7 @@ class AsyncLLM:
         self._lock = threading.Lock()  # over the two below
         self._streams: dict[str, _Stream] = {}
         self._end: EngineDeadError | None = None
+        self._busy_since: float | None = None  # seconds of the monotonic clock; None while the engine waits for orders
         # One thread: tokenizers are not made for several, and a long prompt must not hold up the event loop.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="hispec-tokenizer")
         self._thread = threading.Thread(target=self._work, name="hispec-engine", daemon=True)
@@ -82,15 +87,26 @@ class AsyncLLM:
             ValueError: the prompt is empty or too long, or a request of this id is running.
             EngineDeadError: the engine has ended.
         """
-        loop = asyncio.get_running_loop()
-        self.check_health()
         params, name = sampling_params or SamplingParams(), request_id or uuid.uuid4().hex
+        request = await self.with_tokenizer(self.llm.make_request, prompt, params, name)
+        async with aclosing(self.run(request)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def with_tokenizer(self, function: Callable[..., T], *args: object) -> T:
+        """`function(*args)` on the thread that the tokenizer belongs to, off the event loop."""
+        self.check_health()
         try:
-            request = await loop.run_in_executor(self._tokenizing, self.llm.make_request, prompt, params, name)
+            return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function, *args)
         except RuntimeError:  # the executor was shut down a moment ago
             self.check_health()
             raise
-        stream = _Stream(request, loop)
+
+    async def run(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        """`generate` for a request that `LLM.make_request` has made, so that whoever asks learns of its own mistakes
+        before anything is answered."""
+        name = request.request_id
+        stream = _Stream(request, asyncio.get_running_loop())
         self._submit(stream)
         try:
             while True:
@@ -119,6 +135,12 @@ class AsyncLLM:
     @property
     def num_unfinished(self) -> int:
         return len(self._streams)
+
+    @property
+    def seconds_in_step(self) -> float:
+        """How long the engine has been at its current step; 0 while it waits. A step that hangs shows here alone."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def shutdown(self) -> None:
         """End the engine thread after its current step, and all requests with it. May be called again."""
@@ -181,10 +203,13 @@ class AsyncLLM:
     def _take_orders(self) -> bool:
         """Carry out what has come, waiting for orders while there is no other work. False: stop."""
         while True:
+            is_idle = not self.llm.engine.has_unfinished
+            self._busy_since = None if is_idle else time.monotonic()
             try:
-                order = self._inbox.get(block=not self.llm.engine.has_unfinished)
+                order = self._inbox.get(block=is_idle)
             except queue.Empty:
                 return True
+            self._busy_since = time.monotonic()
             if order is None:
                 return False
             order()

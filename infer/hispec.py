@@ -183,12 +183,12 @@ class Round:
             if is_broken is not None and any(is_broken[here]):  # a rejected position's K and V, too, stay in the blocks
                 _note_failure(row, logits[here], is_broken[here], is_target and own < 0)
             if own >= 0:
-                row.append(own)
+                row.append(own, tier)
             if is_target and row.scores is not None and row.scores.num_generated is not None:
                 scored = torch.tensor(row.token_ids[start + 1 :], dtype=torch.int64, device=logits.device)
                 row.scores.generated += score(logits[here][: len(scored)], scored, row.scores.num_generated)
             if own < 0:
-                row.append(0)  # a lower exit's broken pick is just a bad guess
+                row.append(0, tier)  # a lower exit's broken pick is just a bad guess
             if proposed:
                 self._verdicts.append((row, level, len(proposed), accepted))
 

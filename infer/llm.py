@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -259,11 +260,16 @@ class LLM:
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or a list of them, each a list of `{"role": …, "content": …}`."""
+        """Answer one conversation, or a list of them, each a list of `{"role": …, "content": …}`.
+
+        tools: descriptions of functions, as OpenAI's API has them, for the chat template to tell the model of.
+        """
         is_one = not messages or isinstance(messages[0], Mapping)  # an empty one is refused by chat_prompt
         conversations = [messages] if is_one else list(messages)
-        return self.generate([self.chat_prompt(cast(Messages, c)) for c in conversations], sampling_params)
+        return self.generate([self.chat_prompt(cast(Messages, c), tools) for c in conversations], sampling_params)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Complete one prompt, giving the output so far after every round; the last one is finished.
@@ -285,15 +291,27 @@ class LLM:
         finally:
             self.engine.abort(request.request_id)
 
-    def chat_prompt(self, messages: Messages) -> list[int]:
-        """Token ids of a conversation, up to where the assistant's turn begins."""
+    def chat_prompt(self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+        """Token ids of a conversation, up to where the assistant's turn begins.
+
+        Raises:
+            ValueError: there is no template, or it refuses these messages or knows no tools.
+        """
         if not messages:
             raise ValueError("messages is empty: give at least one message, e.g. {'role': 'user', 'content': 'Hello'}")
         if not self.tokenizer.chat_template:
             raise ValueError(
                 f"{self.manifest.base.name!r} has no chat template, so it can't chat: use generate() with a text prompt"
             )
-        ids = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+        listed = [dict(tool) for tool in tools or ()] or None
+        if listed and not re.search(r"\btools\b", self.tokenizer.get_chat_template(tools=listed)):
+            raise ValueError(f"tools: the chat template of {self.manifest.base.name!r} knows none: leave them out")
+        try:
+            ids = self.tokenizer.apply_chat_template(
+                list(messages), tools=listed, add_generation_prompt=True, return_dict=False
+            )
+        except Exception as error:  # a template is a program that comes with the model, and raises what it likes
+            raise ValueError(f"messages: the model's chat template can't render them: {error}") from error
         return list(ids)
 
     def make_request(

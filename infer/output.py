@@ -1,7 +1,7 @@
 """What a request gives back, in vLLM's shape."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from infer.verify import mean_acceptance_length
@@ -50,6 +50,8 @@ class CompletionOutput:
     stop_reason: int | str | None = None  # stop token id or stop string, or why it was ended; else None
     cumulative_logprob: float | None = None  # of the tokens together; None if logprobs were not asked for
     logprobs: list[dict[int, Logprob]] | None = None  # for each token: itself and the most probable ones, by id
+    # For each token, the number of the tier that picked it first, 255 if it was looked up; no part of the result
+    proposers: bytes = field(default=b"", compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

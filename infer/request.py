@@ -159,8 +159,20 @@ class Request:
 
     def completion(self) -> CompletionOutput:
         return CompletionOutput(
-            self.choice, self.text, tuple(self.token_ids), self.finish_reason, self.stop_reason, *self._logprobs()
+            self.choice,
+            self.text,
+            tuple(self.token_ids),
+            self.finish_reason,
+            self.stop_reason,
+            *self._logprobs(),
+            self._proposers(),
         )
+
+    def _proposers(self) -> bytes:
+        if self.row is None:
+            return b""
+        start = self.row.num_prompt_tokens
+        return bytes(self.row.proposers[start : start + len(self.token_ids)])
 
     def output(self) -> RequestOutput:
         """What the user sees now, all choices together; the leader's to give."""

@@ -23,6 +23,8 @@ from infer.params import SamplingParams
 from infer.processors import Rules
 from infer.stats import TierStats
 
+LOOKED_UP = 255  # in place of a tier: the token was found in the row's own text
+
 
 class Row:
     """A running request.
@@ -58,6 +60,7 @@ class Row:
     ) -> None:
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
+        self.proposers = bytearray(self.num_prompt_tokens)  # beside token_ids: which tier picked each one first
         self.params = params
         self.seed = seed
         self.rules = rules
@@ -111,15 +114,17 @@ class Row:
         self.cursors = [num_positions] * len(self.cursors)
         self.exit_cursors = [num_positions if tier in tiers_with_exit else 0 for tier in range(len(self.cursors))]
 
-    def append(self, token_id: int) -> None:
+    def append(self, token_id: int, proposer: int = LOOKED_UP) -> None:
+        """proposer: the tier that picked it, or LOOKED_UP."""
         assert len(self.token_ids) < self.max_len, f"row is full at {self.max_len} tokens"
         self.token_ids.append(token_id)
+        self.proposers.append(proposer)
 
     def truncate(self, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens; what was computed beyond them is forgotten. Idempotent."""
         if num_tokens >= len(self.token_ids):
             return  # cursors never pass the tokens
-        del self.token_ids[num_tokens:]
+        del self.token_ids[num_tokens:], self.proposers[num_tokens:]
         self.cursors = [min(cursor, num_tokens) for cursor in self.cursors]
         self.exit_cursors = [min(cursor, num_tokens) for cursor in self.exit_cursors]
 

@@ -1,0 +1,81 @@
+"""`python -m infer serve`: OpenAI's API over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+from infer.commands import options
+
+PACKAGES = ("fastapi", "uvicorn", "sse_starlette", "prometheus_client")  # of the extra `serve`
+API_KEY_VARIABLE = "HISPEC_API_KEY"  # arguments can be read by everybody on the machine
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser("serve", help="OpenAI's API over HTTP, with streams, metrics and a page to chat")
+    options.add_engine_options(parser)
+    parser.add_argument("--verification", default="identity", help="identity (default) or rejection, of sampled drafts")
+    parser.add_argument(
+        "--strategy", default="auto", help="e.g. layerskip, hispec, prompt_lookup; auto (default) goes by plan.json"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 serves other machines too (default 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="default 8000; 0 takes a free one")
+    parser.add_argument("--served-model-name", help="what clients ask for; default: the artifact's folder name")
+    parser.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        help=f"clients must send one of these; may be given several times; also from {API_KEY_VARIABLE}",
+    )
+    parser.add_argument("--max-queue", type=int, default=256, help="most texts that wait; more get 429 (default 256)")
+    parser.add_argument(
+        "--request-timeout", type=float, default=600.0, help="most seconds per request; 0: no limit (default 600)"
+    )
+    parser.add_argument(
+        "--drain-timeout", type=float, default=30.0, help="seconds that running requests have on SIGTERM (default 30)"
+    )
+    parser.add_argument(
+        "--stuck-timeout", type=float, default=60.0, help="seconds after which one step is a fault (default 60)"
+    )
+    parser.add_argument("--max-body-mib", type=float, default=4.0, help="largest body of a request (default 4)")
+    parser.add_argument("--log-prompts", action="store_true", help="write prompts into the log")
+    parser.add_argument("--ssl-certfile", help="serve over TLS with this certificate")
+    parser.add_argument("--ssl-keyfile", help="its key; the password, if it has one, in HISPEC_SSL_PASSWORD")
+    parser.add_argument("--ssl-ca-certs", help="let only clients in whose certificate one of these has signed")
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from infer.server.settings import MIB, Settings
+
+    keys = [*args.api_key, *([os.environ[API_KEY_VARIABLE]] if API_KEY_VARIABLE in os.environ else [])]
+    settings = Settings(
+        model=Path(args.artifact).resolve().name if args.served_model_name is None else args.served_model_name,
+        api_keys=tuple(keys),
+        max_queue=args.max_queue,
+        request_timeout=args.request_timeout or None,
+        drain_timeout=args.drain_timeout,
+        stuck_timeout=args.stuck_timeout,
+        max_body_bytes=int(args.max_body_mib * MIB),
+        log_prompts=args.log_prompts,
+    )
+    if args.ssl_certfile is None and (args.ssl_keyfile or args.ssl_ca_certs):
+        raise ValueError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile")
+    for package in PACKAGES:
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"serve needs the package {package}: pip install 'hispec[serve]'")
+    from infer.server.run import Address, serve
+
+    address = Address(
+        host=args.host,
+        port=args.port,
+        ssl_certfile=args.ssl_certfile,
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_keyfile_password=os.environ.get("HISPEC_SSL_PASSWORD"),
+        ssl_ca_certs=args.ssl_ca_certs,
+    )
+    serve(options.load_llm(args, args.strategy, args.verification), settings, address)
+    return 0
