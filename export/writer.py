@@ -52,6 +52,7 @@ class ExportOptions:
     overwrite: bool = False
     autotune: bool = False
     num_workers: int = 2  # programs that compile at once
+    reference: dict[str, Any] | None = None  # what exits.json says of a new reference model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +130,8 @@ def _write_contents(
                 found = _measure(folder, programs, made, manifest, report)
                 parities[programs.build.folder_name] = [asdict(tier) for tier in found]
     assert manifest is not None, options
-    _write_json(folder / "parity.json", {"programs": parities})
+    new = {} if options.reference is None else {"reference": options.reference}
+    _write_json(folder / "parity.json", {"programs": parities, **new})
     return manifest
 
 
@@ -306,7 +308,7 @@ def _manifest(model: EarlyExitModel, options: ExportOptions) -> Manifest:
             max_batch=MAX_BATCH,
         ),
         eos_token_ids=model.eos_token_ids,
-        provenance=_provenance(),
+        provenance=_provenance(options.reference),
     )
 
 
@@ -334,8 +336,10 @@ def _write_base_files(folder: Path, model: EarlyExitModel, tokenizer: Any) -> No
         save_file({n: ids.cpu() for n, ids in model.draft_vocabs.items()}, folder / "draft_vocab.safetensors")
 
 
-def _provenance() -> dict[str, Any]:
+def _provenance(reference: dict[str, Any] | None) -> dict[str, Any]:
+    """reference: of a model that is not the base as published; what programs are held to is that one."""
     return {
+        **({} if reference is None else {"reference": reference}),
         "argv": list(sys.argv),
         "git": _git_commit(),
         "versions": {
