@@ -47,9 +47,9 @@ class HeadsFolder(Callback):
             self._save(trainer, pl_module)
 
     def _save(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.is_global_zero:
-            drift = self._drift(trainer, pl_module.model)
-            pl_module.model.save_heads(Path(trainer.default_root_dir) / "heads", pl_module.heads_dtype, drift)
+        folder, writes = Path(trainer.default_root_dir) / "heads", trainer.is_global_zero
+        drift = self._drift(trainer, pl_module.model) if writes else None
+        pl_module.model.save_heads(folder, pl_module.heads_dtype, drift, writes=writes)
 
     def _drift(self, trainer: Trainer, model: EarlyExitModel) -> Drift | None:
         """Of a new reference model, on the held-out rows; None where there is none, or no rows to measure it on."""

@@ -251,7 +251,7 @@ def _step(model: EarlyExitModel, work: Workload, autocast: torch.dtype | None) -
     return live.peak
 
 
-def _loss(model: EarlyExitModel, token_ids: Tensor, positions: Tensor | None, asked: Asked) -> Tensor:
+def _loss(model: EarlyExitModel, token_ids: Tensor, positions: Tensor | None, asked: Asked = NOTHING) -> Tensor:
     """As `EarlyExitModule.training_step`, every token a label."""
     outputs = model(token_ids, positions, asked=asked)
     states = {name: own[:, :-1].flatten(0, 1) for name, own in outputs.exits.items()}  # [N, E]

@@ -28,6 +28,7 @@ from train.context import context_states, tokens_back
 from train.family import DENSE_ATTENTION, Family, row_mask
 from train.heads import ExitConfig, ExitHead, check_draft_vocab, check_exits, exit_configs
 from train.reference import Drift, write_reference
+from train.shards import whole
 from train.whole_folder import whole_folder
 
 FORMAT_VERSION = 1
@@ -260,7 +261,12 @@ class EarlyExitModel(nn.Module):
     # ---- the folder heads/ ----
 
     def save_heads(
-        self, folder: str | os.PathLike[str], dtype: torch.dtype | None = None, drift: Drift | None = None
+        self,
+        folder: str | os.PathLike[str],
+        dtype: torch.dtype | None = None,
+        drift: Drift | None = None,
+        *,
+        writes: bool = True,
     ) -> None:
         """Write heads.safetensors, exits.json and the trimmed vocabularies; the folder appears whole or not at all.
 
@@ -269,14 +275,15 @@ class EarlyExitModel(nn.Module):
         Args:
             dtype: of the heads' weights in the file; None: as they are.
             drift: how far the new reference is from the base that training began with, where it was measured.
+            writes: False on all processes but one: heads that are sharded are gathered by all together.
         """
+        weights = {name: whole(w.detach()).to("cpu", dtype).contiguous() for name, w in self.heads.state_dict().items()}
+        if not writes:
+            return
         folder = Path(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with whole_folder(folder) as unfinished:
-            save_file(
-                {k: v.detach().to("cpu", dtype).contiguous() for k, v in self.heads.state_dict().items()},
-                unfinished / "heads.safetensors",
-            )
+            save_file(weights, unfinished / "heads.safetensors")
             for name, ids in self.draft_vocabs.items():
                 save_file({"draft_vocab": ids.cpu()}, unfinished / f"draft_vocab.{name}.safetensors")
             record = {

@@ -27,6 +27,8 @@ from train.linear_loss import Judge, LossSum, Readout, exit_losses, text_loss, t
 from train.model import NOTHING, Asked, EarlyExitModel, ExitOutputs
 from train.optimizer import lr_scale, parameter_groups
 from train.resume import random_states, set_random_states
+from train.sharding import asks_for_shards
+from train.shards import shard
 from train.step import Step
 
 
@@ -117,6 +119,7 @@ class EarlyExitModule(LightningModule):
         elif backbone == "full":
             self.model.train_base().train()
         self._closed_form_labels = 0 if warm_start is not None else closed_form_labels
+        self._is_sharded = False
         self._step = Step(max_skipped_steps)
         self._stopped: dict[str, Any] = {}  # what a checkpoint held of the moment at which it was written
         self.num_draft_tokens = num_draft_tokens
@@ -138,6 +141,13 @@ class EarlyExitModule(LightningModule):
             for exit_ in missing:
                 ids = choose_draft_vocab(counts, exit_.vocab_size or 0, self.model.eos_token_ids)
                 self.model.set_draft_vocab(exit_.name, ids)
+
+    def configure_model(self) -> None:
+        """With ModelParallelStrategy, FSDP2. Lightning calls this before every fit, validate and test."""
+        if not self._is_sharded and asks_for_shards(self.trainer.strategy, self.model.mode):
+            groups = [*self.model.family.decoder.layers, *self.model.heads.values()]
+            shard(groups, self.trainer.strategy.device_mesh["data_parallel"])
+            self._is_sharded = True
 
     def configure_callbacks(self) -> list[Callback]:
         return checkpoints_for(self.trainer)
@@ -201,7 +211,8 @@ class EarlyExitModule(LightningModule):
         random.Random(0).shuffle(rows)  # files may be sorted
         for name, fit in fit_linear_parts(self.model, rows, self._closed_form_labels).items():
             rank_zero_info(f"{name}: linear parts fitted in closed form, {fit}")
-        if self.trainer.world_size > 1:  # parameters were made equal before this, and sums differ in their last bits
+        # DDP made parameters equal before this, and sums differ in their last bits
+        if self.trainer.world_size > 1 and not self._is_sharded:
             for parameter in self.model.heads.parameters():
                 parameter.data.copy_(self.trainer.strategy.broadcast(parameter.data.cpu()))
         self._closed_form_labels = 0
