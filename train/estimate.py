@@ -61,6 +61,7 @@ class Workload:
         packing: rows of a sequence are kept apart by a mask [B, 1, T, T].
         accumulates: gradients stay from one batch to the next.
         num_ranks: processes; with several, DDP keeps a second copy of the gradients.
+        sharded: FSDP2 shares out the base's layers and the heads among them.
         backbone: what of the base is trained.
         lora, layerskip: how.
     """
@@ -73,6 +74,7 @@ class Workload:
     packing: bool = False
     accumulates: bool = False
     num_ranks: int = 1
+    sharded: bool = False
     backbone: Backbone = "frozen"
     lora: Lora = field(default_factory=Lora)
     layerskip: LayerSkip = field(default_factory=LayerSkip)
@@ -92,6 +94,7 @@ def workload(config: Mapping[str, Any]) -> Workload:
         packing=data["packing"],
         accumulates=trainer["accumulate_grad_batches"] > 1,
         num_ranks=num_devices * trainer["num_nodes"],
+        sharded="ModelParallelStrategy" in str(trainer["strategy"]),
         backbone=model["backbone"],
         lora=Lora(**(model["lora"] or {})),
         layerskip=LayerSkip(**(model["layerskip"] or {})),
@@ -141,12 +144,17 @@ def estimate(config: Any, work: Workload) -> Estimate:
         model.train_base()
     model.to(weights).train()
     trained = _num_bytes(model.trained().values())
+    # Of layers and heads a share; what runs is whole for as long as it does
+    parts = [_num_bytes(part.parameters()) for part in (*model.family.decoder.layers, *model.heads.values())]
+    running = max(parts) if work.sharded else 0
+    shares = work.num_ranks if work.sharded else 1
+    layers = _num_bytes(model.family.decoder.layers.parameters()) if work.sharded else 0
     flops = _flops(model, work)
     step = max(_step(model, work, autocast), 2 * trained)  # AdamW's own: the gradients, and as much for a moment
     return Estimate(
-        base=base_bytes,
-        heads=3 * trained - (base_bytes if work.backbone == "full" else 0),
-        step=step + (trained if work.num_ranks > 1 else 0),
+        base=base_bytes - layers + layers // shares + running,
+        heads=(3 * trained - (base_bytes if work.backbone == "full" else 0)) // shares,
+        step=step + (trained if work.num_ranks > 1 and not work.sharded else 0),
         disk=(1 + 2 * 3) * trained,
         flops=flops,
     )

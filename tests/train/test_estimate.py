@@ -98,6 +98,15 @@ def test_a_trained_base_adds_its_moments_its_states_and_its_backward_pass(tiny_m
     )
 
 
+def test_shards_divide_layers_and_heads_but_for_what_runs(tiny_model):
+    base = tiny_model("llama")
+    alone, four = (estimate(base.config, replace(WORK, num_ranks=n, sharded=n > 1)) for n in (1, 4))
+    layer = 4 * sum(p.numel() for p in base.model.layers[0].parameters())
+    running = layer + 4 * 48  # a head: a layer and its norm
+    assert four.base == alone.base - 6 * layer * 3 // 4 + running
+    assert (four.heads, four.disk, four.step) == (alone.heads // 4, alone.disk, alone.step)
+
+
 def test_arithmetic_is_two_a_weight_forward_and_six_where_it_is_trained():
     """Llama-2-7B by hand: 6.74e9 weights less the embedding, two layers of 0.2e9, attention to half of 1,024 keys."""
     exits = [ExitConfig(name=n, layer=layer, vocab_size=8192) for n, layer in (("a", 4), ("b", 11))]
@@ -179,7 +188,7 @@ def test_the_command_reads_the_config_and_no_weights(tmp_path, capsys):
 
 @pytest.mark.parametrize(("devices", "ranks"), [("auto", 2), (3, 6), ("3", 6), ([0, 1], 4), ("-1", 2)])
 def test_processes_are_counted_where_the_config_says_how_many(devices, ranks):
-    trainer = {"devices": devices, "num_nodes": 2, "precision": None, "accumulate_grad_batches": 4}
+    trainer = {"devices": devices, "num_nodes": 2, "precision": None, "accumulate_grad_batches": 4, "strategy": "ddp"}
     data = {"batch_size": 1, "max_length": 2, "packing": True}
     exits = [{"name": "draft", "layer": 2, "head": "layer", "vocab_size": None, "loss": {"tv": 1.0}}]
     model = {"exits": exits, "dtype": "float32", "backbone": "lora", "lora": {"r": 3}, "layerskip": None}
