@@ -73,6 +73,7 @@ def test_with_lora_exits_train_the_adapters_below_them_and_the_text_trains_all(b
     module = make(base_folder, backbone="lora", lora=Lora(r=2))
     for adapters in module.model.backbone.values():
         torch.nn.init.normal_(adapters["B"]["default"].weight)  # at 0, A gets no gradient
+    torch.nn.init.normal_(module.model.heads["b"].entry.context_linear.weight)  # at 0, it would read nothing
     found = {only: exit_grads(module, only) for only in ("a", "b", "c", "text")}
     assert all("lora_" in name for names in found.values() for name in names)
     # b reads the target's states too, as its context: the target must not be pulled towards it
