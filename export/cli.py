@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,6 +28,7 @@ class Source(NamedTuple):
     revision: str | None
     exits: list[ExitConfig]
     heads: Path | None  # None: nothing trained
+    reference: dict[str, Any] | None = None  # exits.json on a new reference model, which is not the base
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -116,6 +118,7 @@ def _run(args: argparse.Namespace) -> int:
             f"--workers {args.workers} with --autotune would time kernels beside a compiler: use --workers 1"
         )
     from export.writer import ExportOptions, check_options, write_artifact
+    from train.base_model import find_tokenizer
 
     options = ExportOptions(
         output=args.output,
@@ -131,13 +134,16 @@ def _run(args: argparse.Namespace) -> int:
     )
     check_options(options)
     source = read_source(args.checkpoint, args.config)
+    options = replace(options, reference=source.reference)
     started = time.perf_counter()
 
     def report(line: str) -> None:
         print(f"[{time.perf_counter() - started:4.0f} s] {line}", flush=True)
 
     report(f"base {source.base}, exits " + ", ".join(f"{e.name}@{e.layer} {e.head}" for e in source.exits))
-    tokenizer = load_tokenizer_of(source)
+    if source.reference is not None:
+        report(describe(source.reference))
+    tokenizer = find_tokenizer(source.base, source.revision)
     if tokenizer is None:
         report(f"{source.base} has no tokenizer: the artifact will take token ids only")
     write_artifact(lambda dtype: load_model(source, dtype), tokenizer, options, report)
@@ -161,11 +167,12 @@ def read_source(checkpoint: Path | None, config: Path | None) -> Source:
     from train.config_file import model_section
     from train.heads import exit_configs
     from train.model import read_heads_record
+    from train.reference import base_of
 
     if checkpoint is not None:
         record = read_heads_record(checkpoint)
-        base = record["base"]
-        return Source(base["name"], _given_revision(base), exit_configs(record["exits"]), checkpoint)
+        base, revision = base_of(checkpoint, record)
+        return Source(base, revision, exit_configs(record["exits"]), checkpoint, record.get("backbone"))
     assert config is not None
     section = model_section(config)
     exits = exit_configs(section.get("exits") or [])
@@ -178,35 +185,33 @@ def read_source(checkpoint: Path | None, config: Path | None) -> Source:
     return Source(section["base"], section.get("revision"), exits, None)
 
 
-def _given_revision(base: dict[str, Any]) -> str | None:
-    """The recorded revision, for a hub id; what is on this machine has none."""
-    from train.base_model import resolve_base
+def describe(reference: dict[str, Any]) -> str:
+    """A line on a new reference model."""
+    from train.reference import Drift
 
-    return base["revision"] if isinstance(resolve_base(base["name"]), str) else None
+    drift = "drift not measured" if reference["drift"] is None else str(Drift(**reference["drift"]))
+    return (
+        f"the reference is a new model, not {reference['trained_from']['name']!r} but what training with "
+        f"model.backbone={reference['mode']} made of it: {drift}"
+    )
 
 
 def load_model(source: Source, dtype: str) -> EarlyExitModel:
-    """Base and heads in `dtype`."""
+    """Base and heads in `dtype`; the base as training has left it."""
     import torch
 
     from train.base_model import load_base
-    from train.model import EarlyExitModel
+    from train.model import EarlyExitModel, read_heads_record
+    from train.reference import load_reference
 
-    model = EarlyExitModel(load_base(source.base, source.revision, dtype=dtype), source.exits)
+    if source.reference is not None and source.heads is not None:
+        base = load_reference(source.heads, read_heads_record(source.heads), dtype)
+    else:
+        base = load_base(source.base, source.revision, dtype=dtype)
+    model = EarlyExitModel(base, source.exits)
     model.heads.to(getattr(torch, dtype))  # heads have no buffers that must stay fp32; the base was loaded in dtype
     if source.heads is not None:
         model.load_heads(source.heads)
     for e in model.missing_draft_vocabs():
         raise ValueError(f"{source.heads}: draft_vocab.{e.name}.safetensors is missing, but exits.{e.name} is trimmed")
     return model.eval().requires_grad_(False)
-
-
-def load_tokenizer_of(source: Source) -> Any:
-    """The base's tokenizer; None for a local folder that holds no file of one."""
-    from infer.tokenizer import has_tokenizer
-    from train.base_model import load_tokenizer, resolve_base
-
-    folder = resolve_base(source.base, source.revision)
-    if isinstance(folder, Path) and not has_tokenizer(folder):
-        return None
-    return load_tokenizer(source.base, source.revision)

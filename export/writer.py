@@ -54,6 +54,7 @@ class ExportOptions:
     overwrite: bool = False
     autotune: bool = False
     num_workers: int = 2  # programs that compile at once
+    reference: dict[str, Any] | None = None  # what exits.json says of a new reference model
 
 
 def check_output(options: ExportOptions) -> None:
@@ -131,7 +132,7 @@ def _write_contents(
                 found["served"][name] = asdict(served)
                 del calls
     assert manifest is not None, options
-    _write_json(folder / "parity.json", found)
+    _write_json(folder / "parity.json", found | ({} if options.reference is None else {"reference": options.reference}))
     write_manifest(folder, manifest)
 
 
@@ -219,7 +220,7 @@ def _manifest(model: EarlyExitModel, options: ExportOptions) -> Manifest:
             max_batch=MAX_BATCH,
         ),
         eos_token_ids=model.eos_token_ids,
-        provenance=_provenance(),
+        provenance=_provenance(options.reference),
     )
 
 
@@ -247,8 +248,10 @@ def _write_base_files(folder: Path, model: EarlyExitModel, tokenizer: Any) -> No
         save_file({n: ids.cpu() for n, ids in model.draft_vocabs.items()}, folder / "draft_vocab.safetensors")
 
 
-def _provenance() -> dict[str, Any]:
+def _provenance(reference: dict[str, Any] | None) -> dict[str, Any]:
+    """reference: of a model that is not the base as published; what programs are held to is that one."""
     return {
+        **({} if reference is None else {"reference": reference}),
         "argv": list(sys.argv),
         "git": _git_commit(),
         "versions": {

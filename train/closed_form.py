@@ -21,6 +21,7 @@ from train.context import after_prompt, context_states, tokens_back
 from train.heads import ExitHead
 from train.model import EarlyExitModel
 from train.ridge import Fit, Moments, fit_linear
+from train.shards import gathered, set_whole
 
 TUNING_EVERY = 5  # each fifth row chooses the ridge
 
@@ -45,9 +46,8 @@ def fit_linear_parts(model: EarlyExitModel, rows: Sequence[Encoded], num_labels:
     fits = {}
     for name, linears in parts.items() if seen else ():
         fits[name] = fit = fit_linear(*sums[name])
-        with torch.no_grad():
-            for linear, weight in zip(linears, fit.weight.split(size, dim=1), strict=True):
-                linear.weight.copy_(weight)
+        for linear, weight in zip(linears, fit.weight.split(size, dim=1), strict=True):
+            set_whole(linear.weight, weight)
     return fits
 
 
@@ -82,7 +82,8 @@ def _observations(
             features.append(below)
         if head.entry is not None and head.entry.context_norm is not None:
             states = context_states(hidden[num_layers], back, exit_.context)
-            features.append(head.entry.context_norm(states.to(head.dtype)))
+            with gathered(head):
+                features.append(head.entry.context_norm(states.to(head.dtype)))
         rest = wanted.double() - below.double()
         found[name] = torch.cat([f[0, before_label].double() for f in features], dim=-1), rest[0, before_label]
     return found

@@ -13,7 +13,7 @@ import copy
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,10 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
+from train.backbone import Backbone, Lora
 from train.base_model import dtype_of
 from train.heads import ExitConfig, exit_configs
-from train.linear_loss import CHUNK, Judge, Readout, exit_losses
-from train.model import EarlyExitModel
+from train.layerskip import LayerSkip, exit_weights
+from train.linear_loss import CHUNK, Judge, Readout, exit_losses, text_loss
+from train.model import NOTHING, Asked, EarlyExitModel
 
 GB = 10**9
 # Python with its libraries 0.57 GB; the rest are oneDNN's kernels and what the heap wastes, as seen on a CPU with
@@ -59,6 +61,9 @@ class Workload:
         packing: rows of a sequence are kept apart by a mask [B, 1, T, T].
         accumulates: gradients stay from one batch to the next.
         num_ranks: processes; with several, DDP keeps a second copy of the gradients.
+        sharded: FSDP2 shares out the base's layers and the heads among them.
+        backbone: what of the base is trained.
+        lora, layerskip: how.
     """
 
     exits: Sequence[ExitConfig]
@@ -69,6 +74,10 @@ class Workload:
     packing: bool = False
     accumulates: bool = False
     num_ranks: int = 1
+    sharded: bool = False
+    backbone: Backbone = "frozen"
+    lora: Lora = field(default_factory=Lora)
+    layerskip: LayerSkip = field(default_factory=LayerSkip)
 
 
 def workload(config: Mapping[str, Any]) -> Workload:
@@ -85,6 +94,10 @@ def workload(config: Mapping[str, Any]) -> Workload:
         packing=data["packing"],
         accumulates=trainer["accumulate_grad_batches"] > 1,
         num_ranks=num_devices * trainer["num_nodes"],
+        sharded="ModelParallelStrategy" in str(trainer["strategy"]),
+        backbone=model["backbone"],
+        lora=Lora(**(model["lora"] or {})),
+        layerskip=LayerSkip(**(model["layerskip"] or {})),
     )
 
 
@@ -93,7 +106,7 @@ class Estimate:
     """Bytes, and FLOPs a training token; memory is of the device that trains, and of one process."""
 
     base: int  # bytes, the base's weights
-    heads: int  # bytes, the heads' weights and AdamW's two moments
+    heads: int  # bytes, of all that is trained: weights (a base's are counted above) and AdamW's two moments
     step: int  # bytes, the most that stands beside these at any time: states, gradients, logits of a chunk
     disk: int  # bytes of best.ckpt, last.ckpt and heads/
     flops: float  # a token of text, forward and backward
@@ -124,17 +137,36 @@ def estimate(config: Any, work: Workload) -> Estimate:
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype_of(work.dtype))
         model = EarlyExitModel(base.eval().requires_grad_(False), work.exits)
-    model.heads.to(weights).train()
-    base_bytes, heads = _num_bytes(base.parameters()), _num_bytes(model.trainable_parameters())
-    flops = _flops(model, work.max_length)
-    step = max(_step(model, work, autocast), 2 * heads)  # AdamW's own: the gradients, and as much for a moment
+        if work.backbone == "lora":
+            model.adapt(work.lora)
+    base_bytes = _num_bytes(p for name, p in base.named_parameters() if "lora_" not in name)
+    if work.backbone == "full":
+        model.train_base()
+    model.to(weights).train()
+    trained = _num_bytes(model.trained().values())
+    # Of layers and heads a share; what runs is whole for as long as it does
+    parts = [_num_bytes(part.parameters()) for part in (*model.family.decoder.layers, *model.heads.values())]
+    running = max(parts) if work.sharded else 0
+    shares = work.num_ranks if work.sharded else 1
+    layers = _num_bytes(model.family.decoder.layers.parameters()) if work.sharded else 0
+    flops = _flops(model, work)
+    step = max(_step(model, work, autocast), 2 * trained)  # AdamW's own: the gradients, and as much for a moment
     return Estimate(
-        base=base_bytes,
-        heads=3 * heads,
-        step=step + (heads if work.num_ranks > 1 else 0),
-        disk=(1 + 2 * 3) * heads,
+        base=base_bytes - layers + layers // shares + running,
+        heads=(3 * trained - (base_bytes if work.backbone == "full" else 0)) // shares,
+        step=step + (trained if work.num_ranks > 1 and not work.sharded else 0),
+        disk=(1 + 2 * 3) * trained,
         flops=flops,
     )
+
+
+def _text_depths(work: Workload, num_layers: int) -> list[int]:
+    """Depths whose losses train the base, in a step that has the most of them."""
+    if work.backbone == "full":
+        steps = range(work.layerskip.rotation + 1)
+        by_step = [list(exit_weights(work.layerskip, num_layers, step, len(steps) - 1)) for step in steps]
+        return max(by_step, key=len)
+    return [num_layers] if work.backbone == "lora" else []
 
 
 def _gb(size: int) -> str:
@@ -148,16 +180,19 @@ def _num_bytes(parameters: Iterable[Tensor]) -> int:
 # ---- arithmetic ----
 
 
-def _flops(model: EarlyExitModel, length: int) -> float:
-    """Two a weight and token forward, four more backward (Kaplan et al., arXiv 2001.08361, 2.1), but for the frozen
-    unembedding only the two of its input; attention to half of `length` keys."""
-    family = model.family
+def _flops(model: EarlyExitModel, work: Workload) -> float:
+    """Two a weight and token forward, four more backward (Kaplan et al., arXiv 2001.08361, 2.1), but for what is frozen
+    only the two of its input, where something below is trained; attention to half of the keys."""
+    family, length = model.family, work.max_length
     attention = 2 * length * family.config.num_attention_heads * family.head_dim  # a layer's Q·K and A·V
 
     def forward(layers: nn.Module) -> float:
         return 2 * sum(p.numel() for p in layers.parameters() if p.ndim > 1)
 
-    total = forward(family.decoder.layers) + family.num_layers * attention + 2 * family.vocab_size * family.exit_size
+    share = {"frozen": 1, "lora": 2, "full": 3}[model.mode]
+    unembedding = 2 * family.vocab_size * family.exit_size
+    total = share * (forward(family.decoder.layers) + family.num_layers * attention) + unembedding
+    total += len(_text_depths(work, family.num_layers)) * (1 + share) * unembedding  # logits are computed twice
     for exit_ in model.exits:
         head = model.heads[exit_.name]
         rows = exit_.vocab_size or family.vocab_size
@@ -200,12 +235,13 @@ class _Live(TorchDispatchMode):
 def _step(model: EarlyExitModel, work: Workload, autocast: torch.dtype | None) -> int:
     """Bytes that stand at most beside the weights in forward, loss and backward; `model` is on meta, and is used up.
 
-    Layers of the base are alike and leave nothing behind, so one for each span stands for all.
+    Layers of a frozen base are alike and leave nothing behind, so one for each span stands for all.
     """
-    family = model.family
-    num_spans = len(model.exits) + 1
-    family.decoder.layers, family.num_layers = family.decoder.layers[:num_spans], num_spans
-    model.exits = tuple(replace(e, layer=n) for n, e in enumerate(model.exits, 1))
+    family, asked = model.family, Asked(_text_depths(work, model.family.num_layers), NOTHING.dropped)
+    if model.mode == "frozen":
+        num_spans = len(model.exits) + 1
+        family.decoder.layers, family.num_layers = family.decoder.layers[:num_spans], num_spans
+        model.exits = tuple(replace(e, layer=n) for n, e in enumerate(model.exits, 1))
     family.config.sliding_window = None  # its check would look at positions, which have no data
     with FakeTensorMode():
         known = _without_data([model.base, model.heads])
@@ -213,19 +249,19 @@ def _step(model: EarlyExitModel, work: Workload, autocast: torch.dtype | None) -
             model.draft_vocabs[exit_.name] = torch.empty(exit_.vocab_size or 0, dtype=torch.int64)
         with _Live(known) as live:
             if work.accumulates:
-                for parameter in model.trainable_parameters():
+                for parameter in model.trained().values():
                     parameter.grad = torch.empty_like(parameter)
             token_ids = torch.zeros(work.batch_size, work.max_length, dtype=torch.int64)
             with torch.autocast("cpu", autocast) if autocast else nullcontext():
-                loss = _loss(model, token_ids, token_ids if work.packing else None)
+                loss = _loss(model, token_ids, token_ids if work.packing else None, asked)
             if loss.requires_grad:
                 loss.backward()
     return live.peak
 
 
-def _loss(model: EarlyExitModel, token_ids: Tensor, positions: Tensor | None) -> Tensor:
+def _loss(model: EarlyExitModel, token_ids: Tensor, positions: Tensor | None, asked: Asked = NOTHING) -> Tensor:
     """As `EarlyExitModule.training_step`, every token a label."""
-    outputs = model(token_ids, positions)
+    outputs = model(token_ids, positions, asked=asked)
     states = {name: own[:, :-1].flatten(0, 1) for name, own in outputs.exits.items()}  # [N, E]
     labels = token_ids[:, 1:].flatten()[: 2 * CHUNK]  # all chunks are alike, and the first two can overlap
     judge = Judge(outputs.target[:, :-1].flatten(0, 1), labels, model.unembed)
@@ -234,7 +270,9 @@ def _loss(model: EarlyExitModel, token_ids: Tensor, positions: Tensor | None) ->
         for e in model.exits
     }
     losses = exit_losses(judge, readouts, states, part=CHUNK)  # as on a GPU, which takes the most
-    return torch.stack([loss.total for loss in losses.values()]).sum()
+    depths = [own[:, :-1].flatten(0, 1)[: len(labels)] for own in outputs.depths.values()]
+    texts = [text_loss(own, labels, model.unembed) for own in depths]
+    return torch.stack([*(loss.total for loss in losses.values()), *texts]).sum()
 
 
 def _without_data(roots: Iterable[nn.Module]) -> list[Tensor]:

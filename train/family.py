@@ -118,6 +118,12 @@ class Family:
         return self.model.lm_head.weight
 
     @property
+    def linear_names(self) -> list[str]:
+        """Names of the linear layers inside a decoder layer, attention's first: what adapters may go on."""
+        layer = self.decoder.layers[0]
+        return [name.rpartition(".")[-1] for name, module in layer.named_modules() if isinstance(module, nn.Linear)]
+
+    @property
     def sliding_window(self) -> int | None:
         """The narrowest sliding window of any layer, or None; sequences within it need no special care."""
         window = getattr(self.config, "sliding_window", None)

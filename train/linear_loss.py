@@ -1,7 +1,8 @@
 """Losses from states: unembedding and loss together, chunk by chunk, so that [tokens × vocabulary] never stands whole.
 
 The target's logits are computed once per chunk, for all exits, and thrown away with it. The gradient is taken in the
-forward pass, while a chunk's logits are there: what is kept is [N, E]. The unembedding is frozen and gets none.
+forward pass, while a chunk's logits are there: what is kept is [N, E]. The unembedding is no exit's to train and gets
+none; `text_loss`, which trains a base, gives it one.
 liger-kernel's fused losses are not used: they know neither trimmed vocabularies nor the acceptance.
 """
 
@@ -14,8 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from train.losses import ExitLoss, Laws, evaluate
 
@@ -141,6 +144,21 @@ def _label_rows(labels: Tensor, ids: Tensor | None) -> Tensor:
         return labels
     rows = torch.searchsorted(ids, labels).clamp(max=len(ids) - 1)
     return torch.where(ids[rows] == labels, rows, -1)
+
+
+def text_loss(states: Tensor, labels: Tensor, unembed: Unembed, chunk: int = CHUNK) -> Tensor:
+    """Cross-entropy of the text's own tokens, summed: scalar, differentiable in states [N, E] and the unembedding.
+
+    A chunk's logits are computed once more in the backward pass instead of being kept.
+    """
+
+    def loss(part: Tensor, own: Tensor) -> Tensor:
+        logits = unembed(part)  # [n, V]
+        return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), own, reduction="sum")
+
+    parts = zip(states.split(chunk), labels.split(chunk))
+    sums = [checkpoint(loss, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+    return torch.stack(sums).sum()
 
 
 @torch.no_grad()

@@ -1,7 +1,8 @@
-"""The early-exit model: a frozen base with an exit head at each configured depth.
+"""The early-exit model: a base with an exit head at each configured depth.
 
 One pass over the base serves all exits. Checkpoints of it are a folder `heads/` (DESIGN §9) that holds the heads, the
-trimmed vocabularies and the base's identity, never the base. This file knows nothing of losses, data or Lightning.
+trimmed vocabularies and the base's identity, and never a base that is frozen; of one that is trained, what makes the
+new reference model (`train.reference`). This file knows nothing of losses, data or Lightning.
 """
 
 # Shape legend: B rows, T query positions, D hidden size, E exit size, V vocabulary
@@ -11,19 +12,23 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from train.backbone import Backbone, Lora, add_adapters
 from train.base_model import base_fingerprint, ending_ids
 from train.context import context_states, tokens_back
 from train.family import DENSE_ATTENTION, Family, row_mask
 from train.heads import ExitConfig, ExitHead, check_draft_vocab, check_exits, exit_configs
+from train.reference import Drift, write_reference
+from train.shards import whole
 from train.whole_folder import whole_folder
 
 FORMAT_VERSION = 1
@@ -34,19 +39,31 @@ class ExitOutputs(NamedTuple):
 
     target: Tensor  # [B, T, E]
     exits: dict[str, Tensor]  # exit name → [B, T, E]
+    depths: dict[int, Tensor]  # depth → [B, T, E] as the base itself reads it there; what was asked for
 
 
 class BasePass(NamedTuple):
-    """What the frozen base has computed of a batch."""
+    """What the base has computed of a batch."""
 
     positions: Tensor  # [B, T] int64
     attention: dict[str, Tensor]  # what the attention function is to know of packed rows
     below: list[Tensor]  # of each exit [B, T, D], before any norm
     last: Tensor  # [B, T, D], the target's, before any norm
+    depths: dict[int, Tensor]  # depth → [B, T, D] before any norm, what was asked for
+
+
+class Asked(NamedTuple):
+    """What LayerSkip wants of a pass."""
+
+    depths: Sequence[int]  # whose states to give
+    dropped: Tensor  # [L, B] bool, which rows skip which layers
+
+
+NOTHING = Asked((), torch.zeros(0, 0, dtype=torch.bool))
 
 
 class EarlyExitModel(nn.Module):
-    """Exits over a frozen base.
+    """Exits over a base, which is frozen unless `adapt` or `train_base` says otherwise.
 
     Args:
         base: the Hugging Face model, as `load_base` returns it.
@@ -65,13 +82,26 @@ class EarlyExitModel(nn.Module):
         check_exits(exits, self.family.num_layers, self.family.vocab_size)
         self.exits = tuple(exits)
         self.heads = nn.ModuleDict({e.name: ExitHead(self.family, e) for e in exits})
+        self.mode: Backbone = "frozen"
+        self.backbone: nn.Module | None = None  # what is trained of the base, and so part of `state_dict`
+        self.adapted: list[str] = []  # names of the linear layers that have adapters
         self.draft_vocabs: dict[str, Tensor] = {}
         for name, ids in (draft_vocabs or {}).items():
             self.set_draft_vocab(name, ids)
 
+    def adapt(self, lora: Lora) -> None:
+        """Put adapters into the base, to be trained with the heads; they change nothing yet."""
+        self.adapted = lora.targets(self.family, "model.lora")
+        self.backbone, self.mode = add_adapters(self.base, lora.peft_config(self.adapted)), "lora"
+
+    def train_base(self) -> PreTrainedModel:
+        """All weights of the base are to be trained with the heads."""
+        self.backbone, self.mode = self.base.requires_grad_(True), "full"
+        return self.base
+
     @property
     def base(self) -> PreTrainedModel:
-        """The base; reached through the family, so that it is no child and no part of `state_dict`."""
+        """The base; reached through the family, so that a frozen one is no child and no part of `state_dict`."""
         return self.family.model
 
     @property
@@ -105,6 +135,7 @@ class EarlyExitModel(nn.Module):
         positions: Tensor | None = None,
         drafted: Tensor | None = None,
         draw: torch.Generator | None = None,
+        asked: Asked = NOTHING,
     ) -> ExitOutputs:
         """The states of target and exits.
 
@@ -114,18 +145,28 @@ class EarlyExitModel(nn.Module):
                 layers and in the exits' own. None: every row begins at column 0.
             drafted: [B, T] bool, the positions at which exits with a context may be given one; None: nowhere.
             draw: of the windows that say how far back it lies (`train.context.tokens_back`).
+            asked: what else to give, and which layers to skip.
         """
-        passed = self.base_pass(token_ids, positions)
+        passed = self.base_pass(token_ids, positions, asked)
         back = tokens_back(passed.positions, drafted, self.longest_context, draw)
-        return ExitOutputs(self.target_states(passed.last), self.exit_states(passed, back))
+        target, num_layers = self.target_states(passed.last), self.family.num_layers
+        depths = {d: target if d == num_layers else self.target_states(hidden) for d, hidden in passed.depths.items()}
+        return ExitOutputs(target, self.exit_states(passed, back), depths)
 
-    def base_pass(self, token_ids: Tensor, positions: Tensor | None = None) -> BasePass:
+    def base_pass(self, token_ids: Tensor, positions: Tensor | None = None, asked: Asked = NOTHING) -> BasePass:
         """The base's part of `forward`, for heads that are to run several times."""
         positions, attention = self._prepare(token_ids, positions)
-        layers = [*(e.layer for e in self.exits), self.family.num_layers]
-        with torch.no_grad():
-            *below, last = self._hidden_after(layers, token_ids, positions, attention)
-        return BasePass(positions, attention, below, last)
+        num_layers = self.family.num_layers
+        layers = sorted({*(e.layer for e in self.exits), *asked.depths, num_layers})
+        with self._unless_trained():
+            states = self._hidden_after(layers, token_ids, positions, attention, asked.dropped)
+            hidden = dict(zip(layers, states, strict=True))
+        below, depths = [hidden[e.layer] for e in self.exits], {depth: hidden[depth] for depth in asked.depths}
+        return BasePass(positions, attention, below, hidden[num_layers], depths)
+
+    def _unless_trained(self) -> Any:
+        """No gradients through a base that is frozen."""
+        return torch.no_grad() if self.mode == "frozen" else nullcontext()
 
     def exit_states(self, passed: BasePass, back: Tensor, *, only_context: bool = False) -> dict[str, Tensor]:
         """Exit name → [B, T, E].
@@ -137,10 +178,13 @@ class EarlyExitModel(nn.Module):
         """
         states = {}
         for exit_, hidden in zip(self.exits, passed.below, strict=True):
-            if exit_.context:
-                hidden = torch.cat([hidden, context_states(passed.last, back, exit_.context)], dim=-1)
+            if exit_.context:  # detached: the target is not to be pulled towards the exits
+                context = context_states(passed.last.detach(), back, exit_.context)
+                hidden = torch.cat([hidden, context], dim=-1)
             if exit_.context or not only_context:
-                states[exit_.name] = self.heads[exit_.name](hidden, passed.positions, **passed.attention)
+                # With `full`, LayerSkip's own losses train what a native exit reads
+                with torch.no_grad() if self.mode == "full" and not exit_.trains else nullcontext():
+                    states[exit_.name] = self.heads[exit_.name](hidden, passed.positions, **passed.attention)
         return states
 
     def hidden_after(self, layers: Iterable[int], token_ids: Tensor) -> Iterator[Tensor]:
@@ -149,7 +193,7 @@ class EarlyExitModel(nn.Module):
 
     def target_states(self, hidden: Tensor) -> Tensor:
         """After all layers: [.., D] → [.., E], ready to be unembedded."""
-        with torch.no_grad():
+        with self._unless_trained():
             return self.family.project_out(self.family.final_norm()(hidden))
 
     def _prepare(self, token_ids: Tensor, positions: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
@@ -167,11 +211,23 @@ class EarlyExitModel(nn.Module):
         return torch.arange(token_ids.shape[1], device=token_ids.device).expand_as(token_ids), {}
 
     def _hidden_after(
-        self, layers: Iterable[int], token_ids: Tensor, positions: Tensor, attention: Mapping[str, Tensor]
+        self,
+        layers: Iterable[int],
+        token_ids: Tensor,
+        positions: Tensor,
+        attention: Mapping[str, Tensor],
+        dropped: Tensor = NOTHING.dropped,
     ) -> Iterator[Tensor]:
+        """dropped: [L, B] bool, rows that skip a layer; empty: none."""
         hidden, depth = self.family.embed(token_ids, positions), 0
         for layer in layers:
-            hidden = self.family.run_layers(hidden, positions, depth, layer, **attention)
+            if len(dropped):
+                for n in range(depth, layer):
+                    after = self.family.run_layers(hidden, positions, n, n + 1, **attention)
+                    # Not left out of the computation: under DDP every parameter must get a gradient, if only zeros
+                    hidden = torch.where(dropped[n].to(hidden.device).view(-1, 1, 1), hidden, after)
+            else:
+                hidden = self.family.run_layers(hidden, positions, depth, layer, **attention)
             depth = layer
             yield hidden
 
@@ -184,27 +240,50 @@ class EarlyExitModel(nn.Module):
         return self.exit_unembedding(name)(states)
 
     def exit_unembedding(self, name: str) -> Callable[[Tensor], Tensor]:
-        """The function [.., E] → [.., V'] of an exit, for many calls: the trimmed matrix is gathered once."""
-        ids = self.draft_vocabs.get(name)
-        return partial(self.family.unembed, weight=None if ids is None else self.family.unembedding[ids])
+        """The function [.., E] → [.., V'] of an exit, for many calls: the trimmed matrix is gathered once.
+
+        The unembedding is no exit's to train.
+        """
+        ids, weight = self.draft_vocabs.get(name), self.family.unembedding.detach()
+        return partial(self.family.unembed, weight=weight if ids is None else weight[ids])
 
     def trainable_parameters(self) -> list[nn.Parameter]:
+        """Of the heads."""
         return [p for p in self.heads.parameters() if p.requires_grad]
+
+    def trainable_backbone(self) -> list[nn.Parameter]:
+        return [] if self.backbone is None else [p for p in self.backbone.parameters() if p.requires_grad]
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """All that is trained, by name."""
+        return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
     # ---- the folder heads/ ----
 
-    def save_heads(self, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
+    def save_heads(
+        self,
+        folder: str | os.PathLike[str],
+        dtype: torch.dtype | None = None,
+        drift: Drift | None = None,
+        *,
+        writes: bool = True,
+    ) -> None:
         """Write heads.safetensors, exits.json and the trimmed vocabularies; the folder appears whole or not at all.
 
-        dtype: of the weights in the file; None: as they are.
+        Of a base that is trained also what makes the new reference model, with the record of it.
+
+        Args:
+            dtype: of the heads' weights in the file; None: as they are.
+            drift: how far the new reference is from the base that training began with, where it was measured.
+            writes: False on all processes but one: heads that are sharded are gathered by all together.
         """
+        weights = {name: whole(w.detach()).to("cpu", dtype).contiguous() for name, w in self.heads.state_dict().items()}
+        if not writes:
+            return
         folder = Path(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with whole_folder(folder) as unfinished:
-            save_file(
-                {k: v.detach().to("cpu", dtype).contiguous() for k, v in self.heads.state_dict().items()},
-                unfinished / "heads.safetensors",
-            )
+            save_file(weights, unfinished / "heads.safetensors")
             for name, ids in self.draft_vocabs.items():
                 save_file({"draft_vocab": ids.cpu()}, unfinished / f"draft_vocab.{name}.safetensors")
             record = {
@@ -212,6 +291,8 @@ class EarlyExitModel(nn.Module):
                 "base": base_fingerprint(self.base),
                 "exits": [e.record() for e in self.exits],
             }
+            if self.mode != "frozen":
+                record |= write_reference(unfinished, self.base, self.mode, drift)
             (unfinished / "exits.json").write_text(json.dumps(record, indent=2) + "\n")
 
     def load_heads(self, folder: str | os.PathLike[str]) -> None:
@@ -224,6 +305,13 @@ class EarlyExitModel(nn.Module):
         record = read_heads_record(folder)
         fingerprint = base_fingerprint(self.base)
         if record["base"]["config_sha256"] != fingerprint["config_sha256"]:
+            if "backbone" in record:
+                mode, begun = record["backbone"]["mode"], record["backbone"]["trained_from"]["name"]
+                raise ValueError(
+                    f"{folder}: the heads belong to a new reference model (model.backbone={mode}, from {begun!r}), "
+                    f"which {fingerprint['name']!r} is not. Export builds it from that folder (--checkpoint); "
+                    f"`python -m train merge --checkpoint {folder} --output DIR` writes it as a base to train over"
+                )
             raise ValueError(
                 f"{folder}: the heads were trained on {record['base']['name']!r}, whose config differs from that of "
                 f"{fingerprint['name']!r}; give the same base"

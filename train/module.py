@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
+from train.backbone import Backbone, Lora, check_backbone
 from train.base_model import dtype_of, load_base
 from train.batches import Batch
 from train.checkpoint import check_record, checkpoints_for, record_of
@@ -21,9 +22,13 @@ from train.context import after_prompt, always_back
 from train.costs import check_costs, default_costs
 from train.figures import Figures
 from train.heads import ExitConfig, choose_draft_vocab
-from train.linear_loss import Judge, LossSum, Readout, exit_losses, top_ids
-from train.model import EarlyExitModel, ExitOutputs
+from train.layerskip import LayerSkip, dropped_rows, exit_weights
+from train.linear_loss import Judge, LossSum, Readout, exit_losses, text_loss, top_ids
+from train.model import NOTHING, Asked, EarlyExitModel, ExitOutputs
+from train.optimizer import lr_scale, parameter_groups
 from train.resume import random_states, set_random_states
+from train.sharding import asks_for_shards
+from train.shards import shard
 from train.step import Step
 
 
@@ -34,10 +39,11 @@ class Labels(NamedTuple):
     target: Tensor  # [N, E]
     exits: dict[str, Tensor]  # exit name → [N, E]
     breaks: Tensor  # [N] bool, True where a new stretch of labels begins
+    depths: dict[int, Tensor]  # depth → [N, E], what LayerSkip's losses read
 
 
 class EarlyExitModule(LightningModule):
-    """Exit heads over a frozen base, trained to say what the base would say.
+    """Exit heads over a base, trained to say what the base would say; the base is frozen, or trained with them.
 
     Args:
         base: `smollm2-135m` (embedded), a local folder, or a hub id.
@@ -45,7 +51,11 @@ class EarlyExitModule(LightningModule):
         revision: branch, tag or commit of a hub id.
         dtype: precision of the frozen base: float32, bfloat16 or float16. The heads' weights are float32 always; what
             they compute in is trainer.precision.
-        lr: highest learning rate.
+        backbone: what of the base is trained: `frozen`, nothing; `lora`, adapters; `full`, all of it by LayerSkip's
+            recipe. The last two give a new reference model: what is served then is no longer the base.
+        lora: the adapters, for backbone lora.
+        layerskip: the recipe, for backbone full.
+        lr: highest learning rate of the heads.
         weight_decay: AdamW's, on matrices only.
         warmup_steps: optimizer steps over which the rate grows; it then falls linearly, to a tenth at the end.
         betas: AdamW's.
@@ -68,6 +78,9 @@ class EarlyExitModule(LightningModule):
         *,
         revision: str | None = None,
         dtype: str = "float32",
+        backbone: Backbone = "frozen",
+        lora: Lora | None = None,
+        layerskip: LayerSkip | None = None,
         lr: float = 1e-3,
         weight_decay: float = 0.01,
         warmup_steps: int = 20,
@@ -91,6 +104,10 @@ class EarlyExitModule(LightningModule):
             raise ValueError(f"model.max_skipped_steps={max_skipped_steps} must be at least 0")
         if closed_form_labels < 0:
             raise ValueError(f"model.closed_form_labels={closed_form_labels} must be at least 0")
+        check_backbone(backbone, exits, dtype, lora is not None, layerskip is not None)
+        self.lora, self.layerskip = lora or Lora(), layerskip or LayerSkip()
+        self.lora.check("model.lora")
+        self.layerskip.check("model.layerskip")
         check_costs(costs or {}, [e.name for e in exits])
         self.heads_dtype = dtype_of(heads_dtype, "model.heads_dtype")
         self.model = EarlyExitModel(load_base(base, revision, dtype), exits)
@@ -98,7 +115,12 @@ class EarlyExitModule(LightningModule):
         self.is_warm = warm_start is not None
         if warm_start is not None:
             self.model.load_heads(warm_start)
+        if backbone == "lora":
+            self.model.adapt(self.lora)
+        elif backbone == "full":
+            self.model.train_base().train()
         self._closed_form_labels = 0 if self.is_warm else closed_form_labels
+        self._is_sharded = False
         self._step = Step(max_skipped_steps)
         self._stopped: dict[str, Any] = {}  # what a checkpoint held of the moment at which it was written
         self.num_draft_tokens = num_draft_tokens
@@ -121,27 +143,31 @@ class EarlyExitModule(LightningModule):
                 ids = choose_draft_vocab(counts, exit_.vocab_size or 0, self.model.eos_token_ids)
                 self.model.set_draft_vocab(exit_.name, ids)
 
+    def configure_model(self) -> None:
+        """With ModelParallelStrategy, FSDP2. Lightning calls this before every fit, validate and test."""
+        if not self._is_sharded and asks_for_shards(self.trainer.strategy, self.model.mode):
+            groups = [*self.model.family.decoder.layers, *self.model.heads.values()]
+            shard(groups, self.trainer.strategy.device_mesh["data_parallel"])
+            self._is_sharded = True
+
     def configure_callbacks(self) -> list[Callback]:
         return checkpoints_for(self.trainer)
 
     def configure_optimizers(self) -> Any:
-        parameters = self.model.trainable_parameters()
-        if not parameters:
+        groups = self._parameter_groups()
+        if not groups:
             raise ValueError("all exits are native: nothing to train. Use `validate`, and `export --config`")
-        groups = [
-            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": self.weight_decay},
-            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-        ]
-        optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=self.lr, betas=self.betas)
+        optimizer = torch.optim.AdamW(groups)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._lr_scale)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
+    def _parameter_groups(self) -> list[dict[str, Any]]:
+        model, backbone_lr = self.model, {"lora": self.lora.lr, "full": self.layerskip.lr}.get(self.model.mode, 0.0)
+        parts = [(model.trainable_parameters(), self.lr), (model.trainable_backbone(), backbone_lr)]
+        return parameter_groups(parts, self.weight_decay, self.betas)
+
     def _lr_scale(self, step: int) -> float:
-        if step < self.warmup_steps:
-            return (step + 1) / (self.warmup_steps + 1)
-        total = self.trainer.estimated_stepping_batches
-        left = 1 - (step - self.warmup_steps) / max(1, total - self.warmup_steps)
-        return 0.1 + 0.9 * max(0.0, left)
+        return lr_scale(step, self.warmup_steps, int(self.trainer.estimated_stepping_batches))
 
     def on_fit_start(self) -> None:
         self._place_base()
@@ -168,13 +194,14 @@ class EarlyExitModule(LightningModule):
             self._fit_linear_parts()
         self._step.begin()
         for scheduler in [self.lr_schedulers()]:
-            scheduler.base_lrs = [self.lr] * len(scheduler.base_lrs)
-            for group in scheduler.optimizer.param_groups:
-                group["initial_lr"], group["betas"] = self.lr, self.betas
-                group["lr"] = self.lr * self._lr_scale(scheduler.last_epoch)
-                group["weight_decay"] = self.weight_decay if group["params"][0].ndim > 1 else 0.0
+            groups = self._parameter_groups()
+            scheduler.base_lrs = [group["lr"] for group in groups]
+            for group, own in zip(scheduler.optimizer.param_groups, groups, strict=True):
+                group["initial_lr"], group["betas"] = own["lr"], own["betas"]
+                group["lr"] = own["lr"] * self._lr_scale(scheduler.last_epoch)
+                group["weight_decay"] = own["weight_decay"]
         if "step" in self._stopped:
-            self._step.load_state(self._stopped["step"], dict(self.model.heads.named_parameters()))
+            self._step.load_state(self._stopped["step"], self.model.trained())
         if "random" in self._stopped:
             set_random_states(self._stopped["random"])
         self._stopped = {}
@@ -185,7 +212,8 @@ class EarlyExitModule(LightningModule):
         random.Random(0).shuffle(rows)  # files may be sorted
         for name, fit in fit_linear_parts(self.model, rows, self._closed_form_labels).items():
             rank_zero_info(f"{name}: linear parts fitted in closed form, {fit}")
-        if self.trainer.world_size > 1:  # parameters were made equal before this, and sums differ in their last bits
+        # DDP made parameters equal before this, and sums differ in their last bits
+        if self.trainer.world_size > 1 and not self._is_sharded:
             for parameter in self.model.heads.parameters():
                 parameter.data.copy_(self.trainer.strategy.broadcast(parameter.data.cpu()))
         self._closed_form_labels = 0
@@ -198,9 +226,15 @@ class EarlyExitModule(LightningModule):
             self._step.begin()  # as Lightning's zero_grad: a batch may come again after an interrupt
         # Keyed by the place in the run, so that a run that was stopped and goes on sees the same windows
         key = (self.current_epoch << 40) + (index << 16) + self.global_rank
-        labels = self.labels(batch, torch.Generator().manual_seed(key))
+        draw, weights = torch.Generator().manual_seed(key), self._text_weights()
+        labels = self.labels(batch, draw, self._asked(weights, len(batch.token_ids), draw))
         num_labels = len(labels.breaks)
         total = torch.zeros((), device=self.device)
+        for depth, weight in weights.items():
+            text = text_loss(labels.depths[depth], labels.ids, self.model.unembed)
+            total = total + weight * text
+            if depth == self.model.family.num_layers:
+                self.log("train/target/ce", text.detach() / max(1, num_labels), batch_size=num_labels)
         for name, loss in self._losses_of(labels).items():
             total = total + loss.total
             figures = {"loss": loss.total.detach(), **loss.terms}
@@ -216,20 +250,37 @@ class EarlyExitModule(LightningModule):
         trainer = self.trainer
         # Lightning has divided by accumulate_grad_batches, and DDP by the number of ranks
         undo = trainer.accumulate_grad_batches * trainer.world_size
-        parameters = dict(self.model.heads.named_parameters())
+        parameters = self.model.trained()
         self._step.finish(parameters, lambda sums: trainer.strategy.reduce(sums, reduce_op="sum"), undo)
         self.log("train/skipped_steps", float(self._step.num_skipped))
 
-    def labels(self, batch: Batch, draw: torch.Generator | None = None) -> Labels:
+    def _text_weights(self) -> dict[int, float]:
+        """Depth → weight of the text's own cross-entropy there, which trains the base."""
+        num_layers, mode = self.model.family.num_layers, self.model.mode
+        if mode == "frozen":
+            return {}
+        if mode == "lora":
+            return {num_layers: self.lora.text_weight}
+        num_steps = int(self.trainer.estimated_stepping_batches)
+        return exit_weights(self.layerskip, num_layers, self.global_step, num_steps)
+
+    def _asked(self, weights: Mapping[int, float], num_rows: int, draw: torch.Generator) -> Asked:
+        if self.model.mode != "full":
+            return Asked(list(weights), NOTHING.dropped)
+        num_layers = self.model.family.num_layers
+        return Asked(list(weights), dropped_rows(num_layers, self.layerskip.max_dropout, num_rows, draw))
+
+    def labels(self, batch: Batch, draw: torch.Generator | None = None, asked: Asked = NOTHING) -> Labels:
         """The states that predict the batch's labels; the label at t is predicted at t − 1."""
-        outputs = self.model(batch.token_ids, batch.positions, after_prompt(batch.loss_mask), draw)
+        outputs = self.model(batch.token_ids, batch.positions, after_prompt(batch.loss_mask), draw, asked)
         return self._at_labels(batch, outputs)
 
     def _at_labels(self, batch: Batch, outputs: ExitOutputs) -> Labels:
         mask = batch.loss_mask[:, 1:]
         begins = mask & ~batch.loss_mask[:, :-1]
         pick = {name: states[:, :-1][mask] for name, states in outputs.exits.items()}
-        return Labels(batch.token_ids[:, 1:][mask], outputs.target[:, :-1][mask], pick, begins[mask])
+        depths = {depth: states[:, :-1][mask] for depth, states in outputs.depths.items()}
+        return Labels(batch.token_ids[:, 1:][mask], outputs.target[:, :-1][mask], pick, begins[mask], depths)
 
     def _losses_of(self, labels: Labels) -> dict[str, LossSum]:
         """Exit name → its loss, summed over the labels."""
@@ -257,7 +308,7 @@ class EarlyExitModule(LightningModule):
         for place in range(1, model.longest_context + 2):
             back = always_back(passed.positions, drafted, place)
             states = model.exit_states(passed, back, only_context=place > 1)
-            labels = self._at_labels(batch, ExitOutputs(target, states))
+            labels = self._at_labels(batch, ExitOutputs(target, states, {}))
             if place == 1:
                 losses = self._losses_of(labels)
                 target_picks = top_ids(labels.target, model.unembed)
@@ -292,7 +343,7 @@ class EarlyExitModule(LightningModule):
         stopped: dict[str, Any] = {"random": random_states()}
         # Of several ranks only one writes, and what it has is only its own part: there the half step is dropped
         if self._step.num_tokens and self.trainer.world_size == 1:
-            stopped["step"] = self._step.state(dict(self.model.heads.named_parameters()))
+            stopped["step"] = self._step.state(self.model.trained())
         checkpoint["stopped"] = stopped
 
     def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from train.shards import whole
+
 
 class Step:
     """What has been summed since the last optimizer step, on this rank.
@@ -57,7 +59,7 @@ class Step:
         self.begin()
         if num_tokens:
             torch._foreach_mul_(gradients, undo / num_tokens)
-        norm = float(torch.nn.utils.get_total_norm(gradients))
+        norm = float(whole(torch.nn.utils.get_total_norm(gradients)))
         is_finite = math.isfinite(total) and math.isfinite(norm)
         if not is_finite or not num_tokens:
             for parameter in parameters.values():

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.train.published_configs import published_config
+from train.backbone import Lora
 from train.cli import main
 from train.estimate import PROCESS, Workload, estimate, workload
 from train.heads import ExitConfig
+from train.layerskip import LayerSkip
 from train.model import EarlyExitModel
 
 EXITS = (ExitConfig(name="draft", layer=2, vocab_size=64), ExitConfig(name="intermediate", layer=4, vocab_size=64))
@@ -69,6 +71,40 @@ def test_native_exits_need_no_optimizer_and_no_disk(tiny_model):
     config = tiny_model("llama").config
     native = estimate(config, replace(WORK, exits=[ExitConfig(name="draft", layer=2, head="native")]))
     assert (native.heads, native.disk) == (0, 0) and native.step > 0
+
+
+def test_a_trained_base_adds_its_moments_its_states_and_its_backward_pass(tiny_model):
+    base = tiny_model("llama")
+    frozen = estimate(base.config, WORK)
+    weights = sum(p.numel() for p in base.parameters())
+    layers = sum(p.numel() for p in base.model.layers.parameters() if p.ndim > 1)
+    lora = estimate(base.config, replace(WORK, backbone="lora", lora=Lora(r=2, target_modules=["q_proj"])))
+    adapters = 6 * 2 * (48 + 48)
+    assert (lora.base, lora.heads - frozen.heads, lora.disk - frozen.disk) == (
+        frozen.base,
+        12 * adapters,
+        28 * adapters,
+    )
+    full = estimate(base.config, replace(WORK, backbone="full", layerskip=LayerSkip(rotation=3)))
+    assert (full.base, full.heads - frozen.heads, full.disk - frozen.disk) == (frozen.base, 8 * weights, 28 * weights)
+    assert full.step > lora.step > frozen.step
+    attention = 6 * 2 * WORK.max_length * 4 * 12
+    unembedding = 2 * 128 * 48
+    assert lora.flops - frozen.flops == 2 * layers + attention + 3 * unembedding + 4 * adapters
+    assert full.flops - frozen.flops == 4 * layers + 2 * attention + 3 * 4 * unembedding  # three depths a step
+    deep = tiny_model("llama", num_hidden_layers=12).config
+    assert (
+        estimate(deep, replace(WORK, backbone="lora")).step > estimate(base.config, replace(WORK, backbone="lora")).step
+    )
+
+
+def test_shards_divide_layers_and_heads_but_for_what_runs(tiny_model):
+    base = tiny_model("llama")
+    alone, four = (estimate(base.config, replace(WORK, num_ranks=n, sharded=n > 1)) for n in (1, 4))
+    layer = 4 * sum(p.numel() for p in base.model.layers[0].parameters())
+    running = layer + 4 * 48  # a head: a layer and its norm
+    assert four.base == alone.base - 6 * layer * 3 // 4 + running
+    assert (four.heads, four.disk, four.step) == (alone.heads // 4, alone.disk, alone.step)
 
 
 def test_arithmetic_is_two_a_weight_forward_and_six_where_it_is_trained():
@@ -152,9 +188,11 @@ def test_the_command_reads_the_config_and_no_weights(tmp_path, capsys):
 
 @pytest.mark.parametrize(("devices", "ranks"), [("auto", 2), (3, 6), ("3", 6), ([0, 1], 4), ("-1", 2)])
 def test_processes_are_counted_where_the_config_says_how_many(devices, ranks):
-    trainer = {"devices": devices, "num_nodes": 2, "precision": None, "accumulate_grad_batches": 4}
+    trainer = {"devices": devices, "num_nodes": 2, "precision": None, "accumulate_grad_batches": 4, "strategy": "ddp"}
     data = {"batch_size": 1, "max_length": 2, "packing": True}
     exits = [{"name": "draft", "layer": 2, "head": "layer", "vocab_size": None, "loss": {"tv": 1.0}}]
-    work = workload({"model": {"exits": exits, "dtype": "float32"}, "data": data, "trainer": trainer})
+    model = {"exits": exits, "dtype": "float32", "backbone": "lora", "lora": {"r": 3}, "layerskip": None}
+    work = workload({"model": model, "data": data, "trainer": trainer})
+    assert (work.backbone, work.lora) == ("lora", Lora(r=3))
     assert (work.num_ranks, work.accumulates, work.packing, work.precision) == (ranks, True, True, "None")
     assert work.exits[0].training_loss.tv == 1.0

@@ -19,7 +19,8 @@ from train.estimate import estimate, workload
 from train.generate import parse_options
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
-NATIVE = [path for path in CONFIGS if path.stem.startswith("layerskip-")]
+NATIVE = [path for path in CONFIGS if path.stem.startswith("layerskip-")]  # nothing is trained
+LAYERSKIP = [path for path in CONFIGS if path.stem.endswith("-layerskip")]  # the base is, and native exits come of it
 TRAINED = [path for path in CONFIGS if path not in NATIVE]
 TINY_LAYERS = 6
 
@@ -104,7 +105,7 @@ def test_exits_are_low_and_large_vocabularies_trimmed(path):
     num_layers = published["num_hidden_layers"]
     assert draft["layer"] <= max(2, num_layers / 8) + 0.5 and abs(intermediate["layer"] / num_layers - 1 / 3) < 0.1
     for exit_ in (draft, intermediate):
-        assert (exit_["head"] == "native") == (path in NATIVE)
+        assert (exit_["head"] == "native") == (path in NATIVE + LAYERSKIP)
         assert exit_["head"] == "native" or exit_["vocab_size"] <= published["vocab_size"] // 3
 
 
@@ -145,6 +146,8 @@ def test_a_recipe_trains(path, flags, tmp_path, capsys):
     stored = json.loads((tmp_path / "run" / "heads" / "exits.json").read_text())["exits"]
     assert [{k: e[k] for k in stored[0]} for e in tiny_exits(parsed(path)["model"])] == stored
     assert (tmp_path / "run" / "last.ckpt").is_file()
+    part = {"lora": "adapter", "full": "base"}.get(parsed(path)["model"]["backbone"])
+    assert part is None or (tmp_path / "run" / "heads" / part).is_dir()
 
 
 @pytest.mark.parametrize("path", NATIVE, ids=lambda p: p.stem)

@@ -1,0 +1,30 @@
+"""AdamW's groups and the course of the learning rate; knows nothing of models or Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+
+def parameter_groups(
+    parts: Sequence[tuple[Sequence[nn.Parameter], float]], weight_decay: float, betas: tuple[float, float]
+) -> list[dict[str, Any]]:
+    """Of each part (parameters, highest learning rate) its matrices, which decay, and the rest, which does not."""
+    groups = []
+    for parameters, lr in parts:
+        for decays in (True, False):
+            own = [p for p in parameters if (p.ndim > 1) == decays]
+            if own:
+                decay = weight_decay if decays else 0.0
+                groups.append({"params": own, "lr": lr, "betas": betas, "weight_decay": decay})
+    return groups
+
+
+def lr_scale(step: int, warmup_steps: int, num_steps: int) -> float:
+    """Share of the highest rate: it grows linearly in the warm-up, and then falls linearly to a tenth."""
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    left = 1 - (step - warmup_steps) / max(1, num_steps - warmup_steps)
+    return 0.1 + 0.9 * max(0.0, left)
