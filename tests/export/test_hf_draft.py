@@ -114,6 +114,8 @@ def test_half_precision_is_written_beside_full_and_computes_the_same_as_the_exit
     assert folders == {"first-bfloat16", "draft-bfloat16", "first-float32", "draft-float32"}
     draft, model, ids = plain(tmp_path / "drafts" / "draft-bfloat16"), load_model(source, "bfloat16"), some_ids()
     assert draft.dtype == torch.bfloat16
+    stored = load_file(tmp_path / "drafts" / "draft-bfloat16" / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
     assert torch.equal(draft(ids).logits, exit_logits(model, "draft", ids))
     full = exit_logits(load_model(source, "float32"), "draft", ids)
     assert torch.equal(plain(tmp_path / "drafts" / "draft-float32")(ids).logits, full)
