@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental import _config
 
-from export.attention import PAGED_ATTENTION
+from export.attention import Attention, attention_name
 from export.tier import FlatExit, LayerExit, Trunk, Unembed
 from train.heads import ExitHead
 from train.model import EarlyExitModel
@@ -53,13 +53,12 @@ def tier_spans(model: EarlyExitModel) -> list[Span]:
     return [Span(name, start, stop) for start, (name, stop) in zip(starts, stops)]
 
 
-def make_programs(model: EarlyExitModel, block_size: int) -> list[Program]:
+def make_programs(model: EarlyExitModel, block_size: int, attention: Attention = "portable") -> list[Program]:
     """All programs of `model`, whose base and heads already have the artifact's dtype.
 
     KV layers are numbered: the base's, then one for each `layer` exit in order.
     """
-    family = model.family
-    family.use_attention(PAGED_ATTENTION)
+    model.family.use_attention(attention_name(attention))
     return list(_programs(model, block_size))
 
 

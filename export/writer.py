@@ -22,6 +22,7 @@ import transformers
 from safetensors.torch import save_file
 
 from export import bitwise, parity
+from export.attention import default_attention
 from export.backends import eager, inductor
 from export.programs import TARGET, Program, Span, export_program, make_programs, tier_spans
 from infer import backends
@@ -153,7 +154,7 @@ def _export_graphs(
     reference = parity.make_reference(truth, own)
     (scratch / dtype).mkdir()
     programs = []
-    for program in make_programs(model, options.block_size):
+    for program in make_programs(model, options.block_size, default_attention(options.device)):
         graph, weights = _graph_files(scratch, dtype, program.name)
         eager.build(export_program(program), graph, weights)
         programs.append(replace(program, module=torch.nn.Identity()))  # lets the weights go

@@ -148,6 +148,11 @@ class Family:
             config.max_window_layers = sum(i < config.max_window_layers for i in layers)
         return config
 
+    @property
+    def attention(self) -> str:
+        """The attention function's registered name."""
+        return self.config._attn_implementation
+
     def use_attention(self, name: str) -> None:
         """Choose the registered attention function. The config is this model's own copy (`load_base`)."""
         self.config._attn_implementation = name
