@@ -1,19 +1,21 @@
-"""Attention over pages, registered with transformers under one name.
+"""Attention over pages, registered with transformers under one name for each form.
 
-The portable form: bring this call's keys and values among each row's cached ones, and let SDPA attend with the query
-heads of one KV head folded into rows. It is causal by positions and knows nothing of models or tiers.
-
-There are two forms of it, which see the same keys and values and so give the same bits:
+All forms are causal by positions and know nothing of models or tiers. The portable ones bring this call's keys and
+values among each row's cached ones, and let SDPA attend with the query heads of one KV head folded into rows; they see
+the same keys and values and so give the same bits:
 
     inplace     writes the new entries into their pages, then gathers the row's pages
     functional  only reads pages: gathers them, then puts the new entries into that copy at their logical positions, and
                 leaves them to its caller, who writes the pages. For backends whose outputs can't alias their inputs.
+
+The Triton form, for GPUs, writes the new entries too and reads the pages where they lie (`infer.triton_attention`).
 """
 
 # Shape legend: B rows, T query positions, M blocks per row, S block size, H query heads, K kv heads, G = H / K
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -21,8 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+Attention = Literal["portable", "triton"]
 PAGED_ATTENTION = "hispec_paged"
 Form = Literal["inplace", "functional"]
+TRITON_ATTENTION = "hispec_paged_triton"
 
 
 class Places(NamedTuple):
@@ -51,10 +55,27 @@ class Pages(NamedTuple):
 
     slots: Tensor  # [B, T] int64: where each query's own key and value go; 0.. S-1 is the null block
     block_table: Tensor  # [B, M] int64, padded with any block of the row's own
-    mask: Tensor  # [B, 1, T·max(G, 2), M·S] bool, True where the query may look
+    positions: Tensor  # [B, T] int64, −1 is padding
+    mask: Tensor | None  # [B, 1, T·max(G, 2), M·S] bool, True where the query may look; None in the Triton form
     caches: dict[int, tuple[Tensor, Tensor]]  # id of the attention module → its (k, v) [num_blocks, S, K, head_dim]
     places: Places | None  # of the functional form; None: inplace
     new: list[Tensor]  # functional: gets each layer's new k and v in turn, each [B, T, K, head_dim]
+
+
+def default_attention(device: str) -> Attention:
+    """The Triton form on a GPU where the package is there, else the portable one."""
+    return "triton" if device == "cuda" and importlib.util.find_spec("triton") is not None else "portable"
+
+
+def attention_name(attention: Attention) -> str:
+    """The name that transformers knows a form by; ValueError when the form can't be had here."""
+    if attention == "portable":
+        return PAGED_ATTENTION
+    if attention != "triton":
+        raise ValueError(f"attention={attention!r} is unknown; expected portable or triton")
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError("attention=triton needs the package triton: pip install triton, or use attention=portable")
+    return TRITON_ATTENTION
 
 
 def page_mask(positions: Tensor, num_slots: int, fold: int) -> Tensor:
@@ -106,11 +127,38 @@ def paged_attention(
 def _entries(cache: Tensor, new: Tensor, pages: Pages) -> Tensor:
     """The entries of each row's pages by position [B, M*S, K, head_dim], `new` [B, T, K, head_dim] among them."""
     if pages.places is None:
-        cache.view(-1, *cache.shape[2:]).index_put_((pages.slots,), new)
+        _write(cache, new, pages)
         return cache[pages.block_table].flatten(1, 2)
     rows, tokens, positions = pages.places
     pages.new.append(new)
     return cache[pages.block_table].flatten(1, 2).index_put((rows, positions), new[rows, tokens])
+
+
+def triton_paged_attention(
+    module: nn.Module,
+    query: Tensor,  # [B, H, T, head_dim]
+    key: Tensor,  # [B, K, T, head_dim]
+    value: Tensor,  # [B, K, T, head_dim]
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    *,
+    pages: Pages,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """As `paged_attention`, inplace, by the kernel."""
+    from infer.triton_attention import paged_attention as attend  # its package is optional
+
+    caches = pages.caches[id(module)]
+    for cache, new in zip(caches, (key, value), strict=True):
+        _write(cache, new.transpose(1, 2), pages)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return attend(_copy(query.transpose(1, 2)), *caches, pages.block_table, pages.positions, scaling), None
+
+
+def _write(cache: Tensor, new: Tensor, pages: Pages) -> None:
+    """new [B, T, K, head_dim] into its slots."""
+    cache.view(-1, *cache.shape[2:]).index_put_((pages.slots,), new)
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -119,3 +167,4 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 AttentionInterface.register(PAGED_ATTENTION, paged_attention)
+AttentionInterface.register(TRITON_ATTENTION, triton_paged_attention)

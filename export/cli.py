@@ -74,7 +74,13 @@ def _parser() -> argparse.ArgumentParser:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--checkpoint", type=Path, metavar="DIR", help="folder heads/ that `python -m train fit` wrote")
     source.add_argument("--config", type=Path, metavar="YAML", help="training config, for exits that are all native")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="artifact folder to write")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="artifact folder to write")
+    parser.add_argument(
+        "--hf-draft",
+        type=Path,
+        metavar="DIR",
+        help="write each exit as a plain Hugging Face model, DIR/<exit>, for assistant_model; with or without --output",
+    )
     parser.add_argument(
         "--backend", default="inductor,eager", help="some of eager, inductor, onnx (default: %(default)s)"
     )
@@ -85,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prefill-chunk", type=int, default=128, metavar="N", help="prompt tokens a call (default: 128)"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace the artifact at --output")
+    parser.add_argument("--overwrite", action="store_true", help="replace what stands at --output and --hf-draft")
     parser.add_argument(
         "--autotune",
         action="store_true",
@@ -98,6 +104,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.output is None:
+        _refuse_options_of_artifacts(args)
     if "tensorrt" in [part.strip() for part in args.backend.split(",")]:
         from export.backends import tensorrt
 
@@ -117,24 +125,34 @@ def _run(args: argparse.Namespace) -> int:
         raise ValueError(
             f"--workers {args.workers} with --autotune would time kernels beside a compiler: use --workers 1"
         )
+    from export.hf_draft import DraftOptions, check_folder, check_forms, write_drafts
     from export.writer import ExportOptions, check_options, write_artifact
     from train.base_model import find_tokenizer
 
-    options = ExportOptions(
-        output=args.output,
-        backends=backends,
-        dtypes=dtypes,
-        device=args.device,
-        max_model_len=args.max_model_len,
-        block_size=args.block_size,
-        prefill_chunk=args.prefill_chunk,
-        overwrite=args.overwrite,
-        autotune=args.autotune,
-        num_workers=args.workers,
-    )
-    check_options(options)
+    artifact, drafts = None, None
+    if args.output is not None:
+        artifact = ExportOptions(
+            output=args.output,
+            backends=backends,
+            dtypes=dtypes,
+            device=args.device,
+            max_model_len=args.max_model_len,
+            block_size=args.block_size,
+            prefill_chunk=args.prefill_chunk,
+            overwrite=args.overwrite,
+            autotune=args.autotune,
+            num_workers=args.workers,
+        )
+        check_options(artifact)
+    if args.hf_draft is not None:
+        drafts = DraftOptions(folder=args.hf_draft, dtypes=dtypes, device=args.device, overwrite=args.overwrite)
+        _check_apart(args.output, args.hf_draft)
+        check_folder(drafts)
     source = read_source(args.checkpoint, args.config)
-    options = replace(options, reference=source.reference)
+    if artifact is not None:
+        artifact = replace(artifact, reference=source.reference)
+    if drafts is not None:
+        check_forms(source.exits)
     started = time.perf_counter()
 
     def report(line: str) -> None:
@@ -145,10 +163,34 @@ def _run(args: argparse.Namespace) -> int:
         report(describe(source.reference))
     tokenizer = find_tokenizer(source.base, source.revision)
     if tokenizer is None:
-        report(f"{source.base} has no tokenizer: the artifact will take token ids only")
-    write_artifact(lambda dtype: load_model(source, dtype), tokenizer, options, report)
-    report(f"wrote {args.output}")
+        report(f"{source.base} has no tokenizer: what is written will take token ids only")
+    if drafts is not None:
+        write_drafts(lambda dtype: load_model(source, dtype), tokenizer, drafts, report)
+        report(f"wrote {drafts.folder}")
+    if artifact is not None:
+        write_artifact(lambda dtype: load_model(source, dtype), tokenizer, artifact, report)
+        report(f"wrote {artifact.output}")
     return 0
+
+
+def _refuse_options_of_artifacts(args: argparse.Namespace) -> None:
+    """ValueError unless there is something to write, and no option asks for what won't be."""
+    if args.hf_draft is None:
+        raise ValueError(
+            "nothing to write: give --output DIR for an artifact, --hf-draft DIR for plain models, or both"
+        )
+    for name in ("backend", "max_model_len", "block_size", "prefill_chunk", "autotune", "workers"):
+        if getattr(args, name) != _parser().get_default(name):
+            raise ValueError(f"--{name.replace('_', '-')} is for an artifact: give --output DIR too, or leave it out")
+
+
+def _check_apart(output: Path | None, drafts: Path) -> None:
+    """ValueError when one of two folders would lie in the other, and go when that one is replaced."""
+    if output is None:
+        return
+    first, second = output.resolve(), drafts.resolve()
+    if first.is_relative_to(second) or second.is_relative_to(first):
+        raise ValueError(f"--hf-draft {drafts} and --output {output} must not lie in each other: choose another folder")
 
 
 def _choices(flag: str, value: str, allowed: Sequence[str]) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental import _config
 
-from export.attention import PAGED_ATTENTION, Form
+from export.attention import Attention, Form, attention_name
 from export.tier import FlatExit, LayerExit, Trunk, Unembed
 from train.heads import ExitHead
 from train.model import EarlyExitModel
@@ -53,14 +53,16 @@ def tier_spans(model: EarlyExitModel) -> list[Span]:
     return [Span(name, start, stop) for start, (name, stop) in zip(starts, stops)]
 
 
-def make_programs(model: EarlyExitModel, block_size: int, form: Form = "inplace") -> list[Program]:
+def make_programs(
+    model: EarlyExitModel, block_size: int, form: Form = "inplace", attention: Attention = "portable"
+) -> list[Program]:
     """All programs of `model`, whose base and heads already have the artifact's dtype.
 
     KV layers are numbered: the base's, then one for each `layer` exit in order. Programs of both forms have the same
     names, arguments and weights; those without pages are the same programs.
     """
-    family = model.family
-    family.use_attention(PAGED_ATTENTION)
+    assert form == "inplace" or attention == "portable", "the kernel reads pages that hold all entries"
+    model.family.use_attention(attention_name(attention))
     return list(_programs(model, block_size, form))
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from export.attention import Form, Pages, Places, fold_factor, page_mask
+from export.attention import TRITON_ATTENTION, Form, Pages, Places, fold_factor, page_mask
 from train.family import Family
 from train.heads import ExitHead
 
@@ -33,11 +33,13 @@ class PagedLayers(nn.Module):
         self, hidden: Tensor, positions: Tensor, slots: Tensor, block_table: Tensor, kv: list[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
         """kv: k and v of every layer in turn, each [num_blocks, S, K, head_dim]; inplace writes them at `slots`."""
-        num_slots = block_table.shape[1] * kv[0].shape[1]
+        num_slots, is_kernel = block_table.shape[1] * kv[0].shape[1], self._family.attention == TRITON_ATTENTION
         pages = Pages(
             slots=slots,
             block_table=block_table,
-            mask=page_mask(positions, num_slots, self._fold),
+            positions=positions,
+            # in the graph it would be computed though the kernel does not read it
+            mask=None if is_kernel else page_mask(positions, num_slots, self._fold),
             caches={id(layer.self_attn): (kv[2 * i], kv[2 * i + 1]) for i, layer in enumerate(self.layers)},
             places=Places.of(positions) if self._form == "functional" else None,
             new=[],

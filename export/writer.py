@@ -21,7 +21,7 @@ import transformers
 from safetensors.torch import save_file
 
 from export import parity, served_tokens
-from export.attention import Form
+from export.attention import Form, default_attention
 from export.backends import BACKENDS
 from export.disk import check_space
 from export.graphs import Graphs
@@ -171,7 +171,8 @@ def _export_graphs(
     graphs, programs = Graphs(scratch / dtype), list[Program]()
     forms: list[Form] = sorted({BACKENDS[backend].FORM for backend in options.backends})
     for form in forms:
-        programs = make_programs(model, options.block_size, form)
+        attention = default_attention(options.device) if form == "inplace" else "portable"
+        programs = make_programs(model, options.block_size, form, attention)
         for program in programs:
             graphs.write(program.name, form, export_program(program))
     kept = [replace(program, module=torch.nn.Identity()) for program in programs]  # lets the weights go

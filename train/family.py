@@ -11,12 +11,13 @@ nothing of exits, paging or training.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 DENSE_ATTENTION = "hispec_dense"
 
@@ -47,7 +48,9 @@ class Family:
         self.config = config
         self.is_opt = config.model_type == "opt"
         self.name: str = "opt" if self.is_opt else _ROPE_FAMILIES[config.model_type]
-        self.decoder: Any = model.model.decoder if self.is_opt else model.model
+        self.decoder_path = "model.decoder" if self.is_opt else "model"
+        self.norm_path = f"{self.decoder_path}.{'final_layer_norm' if self.is_opt else 'norm'}"
+        self.decoder: Any = model.get_submodule(self.decoder_path)
         self.num_layers: int = config.num_hidden_layers
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = config.vocab_size
@@ -136,6 +139,25 @@ class Family:
         layer = copy.deepcopy(self.decoder.layers[like], {id(self.config): self.config})  # one choice of attention
         layer.requires_grad_(True)
         return layer
+
+    def config_of_layers(self, layers: Sequence[int]) -> PreTrainedConfig:
+        """A copy of the config for a model whose layers are each like the one of the base that has this number.
+
+        Args:
+            layers: numbers of the base's layers, ascending.
+        """
+        config = copy.deepcopy(self.config)
+        config.num_hidden_layers = len(layers)
+        if getattr(config, "layer_types", None) is not None:
+            config.layer_types = [config.layer_types[i] for i in layers]
+        if getattr(config, "max_window_layers", None) is not None:  # Qwen: layers below it attend without a window
+            config.max_window_layers = sum(i < config.max_window_layers for i in layers)
+        return config
+
+    @property
+    def attention(self) -> str:
+        """The attention function's registered name."""
+        return self.config._attn_implementation
 
     def use_attention(self, name: str) -> None:
         """Choose the registered attention function. The config is this model's own copy (`load_base`)."""

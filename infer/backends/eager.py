@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -40,6 +42,8 @@ def load_programs(artifact: Artifact, program_set: ProgramSet) -> dict[str, Call
 def read_graph(graph_file: Path, tensors: Mapping[str, Tensor]) -> ExportedProgram:
     """The graph in `graph_file` over `tensors` (parameters, buffers and constants by name)."""
     text = graph_file.read_bytes()
+    if b"torch.ops.hispec." in text:
+        _register_kernels(graph_file)
     specs = json.loads(text)["graph_module"]["signature"]["input_specs"]
     parameters = {spec["parameter"]["parameter_name"] for spec in specs if "parameter" in spec}
     state = {name: nn.Parameter(tensors[name], requires_grad=False) for name in parameters}
@@ -55,6 +59,13 @@ def _check_owner(weights_file: Path, program: str) -> None:
             check_owner(weights_file, (file.metadata() or {}).get(PROGRAM_KEY), program)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{weights_file}: no safetensors file ({error}); {EXPORT_AGAIN}") from error
+
+
+def _register_kernels(graph_file: Path) -> None:
+    """Our own operators, by which a graph for GPUs attends; ValueError where their package is missing."""
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError(f"{graph_file}: attends by a Triton kernel and the package is missing: pip install triton")
+    importlib.import_module("infer.triton_attention")
 
 
 def _load(graph_file: Path, weights_file: Path, device: str, num_pages: int) -> Callable[..., Any]:
