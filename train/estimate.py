@@ -2,7 +2,8 @@
 
 Parameters are counted on a model on the meta device. What a step adds is counted by running one, forward, loss and
 backward, on tensors that have shapes and no data. So code that saves one tensor more is seen here without a formula.
-Not counted: what a GPU's allocator wastes, and the host's copy of the base while it is read on the way to a GPU.
+Not counted: what a GPU's allocator wastes, and what the host alone holds: the base on its way to a GPU, a checkpoint
+while Lightning puts it together in memory (as large as the file: gigabytes with `backbone: full`).
 """
 
 # Shape legend: B rows, T tokens, N label positions, E size of the states that the unembedding reads

@@ -84,6 +84,26 @@ def test_two_processes_equal_one_with_the_doubled_batch(flags, tmp_path):
     assert [e["name"] for e in read_heads_record(two / "heads")["exits"]] == ["a", "b", "c"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("backbone", ["lora", "full"])
+def test_two_processes_train_the_same_base_as_one(flags, tmp_path, backbone):
+    """Without layer dropout, which every process draws for its own rows."""
+    file = Path(flags[-1])
+    content = yaml.safe_load(file.read_text())
+    content["model"] |= {"backbone": backbone, "layerskip": None if backbone == "lora" else {"max_dropout": 0.0}}
+    file.write_text(yaml.safe_dump(content))
+    one, two = tmp_path / "one", tmp_path / "two"
+    run(["-m", "train", *flags, *options(two, 2, 2)])
+    assert main([*flags, *options(one, 1, 4)]) == 0
+    alone, both = (torch.load(folder / "last.ckpt", weights_only=True) for folder in (one, two))
+    assert sum(name.startswith("model.backbone.") for name in alone["state_dict"]) > 50
+    moments = [run["optimizer_states"][0]["state"] for run in (alone, both)]
+    for parameter in moments[0]:  # AdamW's weights would follow the sign of a gradient that is only rounding
+        torch.testing.assert_close(
+            moments[1][parameter]["exp_avg"], moments[0][parameter]["exp_avg"], atol=1e-5, rtol=1e-3
+        )
+
+
 def test_sigterm_to_any_rank_stops_all_of_them_and_the_run_goes_on(flags, tmp_path):
     whole, stopped, script = tmp_path / "whole", tmp_path / "stopped", tmp_path / "killed.py"
     script.write_text(KILLED)  # in the second epoch, between its two batches

@@ -13,6 +13,7 @@ from export.cli import main as export_main
 from export.parity import relative_error
 from infer import LLM, SamplingParams
 from tests.tiny_engine import Tiny
+from tests.train.conftest import save_base
 from tests.train.test_backbone import LAYER, LINEAR, NATIVE, ROWS, data, make, trainer  # noqa: F401
 from train.base_model import base_fingerprint, load_base
 from train.batches import collate
@@ -188,3 +189,13 @@ def test_a_trained_backbone_is_exported_and_served_as_the_new_reference(base_fol
     wanted, old = ([hf_greedy(base, prompt) for prompt in prompts] for base in (model, plain))
     assert [list(output.outputs[0].token_ids) for output in outputs] == wanted
     assert wanted != old, "training changed nothing: this test could not fail"
+
+
+@pytest.mark.parametrize("backbone", ["lora", "full"])
+def test_tied_weights_stay_tied_in_the_new_reference(tmp_path, tiny_model, backbone):
+    base = save_base(tmp_path / "tied", tiny_model, "llama", tie_word_embeddings=True)
+    module = stirred(base, backbone)
+    module.model.save_heads(tmp_path / "heads")
+    loaded = load_model(read_source(tmp_path / "heads", None), "float32")
+    assert loaded.base.lm_head.weight.data_ptr() == loaded.base.model.embed_tokens.weight.data_ptr()
+    assert relative_error(states(loaded)["target"], states(module.model)["target"]) < 1e-5
