@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -134,6 +135,24 @@ def _target(opened: Artifact) -> Any:
     if opened.path not in _loaded:
         _loaded[opened.path] = backends.load(opened, opened.select("onnx"))["target.trunk"]
     return _loaded[opened.path]
+
+
+def test_call_time_does_not_grow_with_the_pool(artifact_of: Callable[[str], Path]) -> None:
+    """The pages are bound where they lie; to copy 65536 blocks of them would take ten milliseconds."""
+    loaded = _target(Artifact.open(artifact_of("llama")))
+    positions, slots, table = rectangle([20], [1], 1)
+
+    def best_time(num_blocks: int) -> float:
+        pages = [torch.zeros(num_blocks, BLOCK, 2, 12) for _ in range(2)]
+        times = []
+        for _ in range(30):
+            start = time.perf_counter()
+            loaded(torch.ones(1, 1, 48), positions, slots, table, pages)
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    small, large = best_time(64), best_time(65536)
+    assert large < 4 * small + 0.002, (small, large)
 
 
 @pytest.mark.parametrize("strategy", ["autoregressive", "layerskip"])
