@@ -25,6 +25,7 @@ from export.attention import Form
 from export.backends.backend import BuildJob
 from infer.backends.eager import read_graph
 from infer.backends.onnx import DATA_FILE, check_device, check_packages
+from infer.package import PROGRAM_KEY
 
 SUFFIX = ".onnx"
 FORM: Form = "functional"
@@ -63,6 +64,7 @@ def build(job: BuildJob) -> dict[str, dict[str, int]]:
             exported = read_graph(job.graphs.graph_file(name, FORM), tensors)
             model = _convert(exported)
             _strip(model)
+            model.metadata_props[PROGRAM_KEY] = name
             for value in model.graph.initializers.values():
                 tensor = value.const_value
                 if tensor is not None and tensor.nbytes >= LEAST_EXTERNAL:

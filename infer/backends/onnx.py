@@ -19,6 +19,7 @@ from torch import Tensor
 
 from infer.artifact import Artifact, ProgramSet
 from infer.manifest import EXPORT_AGAIN
+from infer.package import PROGRAM_KEY, check_owner
 
 DATA_FILE = "weights.bin"  # the weights of all models beside it
 INSTALL = "pip install 'hispec[onnx]'"
@@ -51,14 +52,14 @@ def load_programs(artifact: Artifact, program_set: ProgramSet) -> dict[str, Call
     calls = dict[str, Callable[..., Any]]()
     for name, program in program_set.build.programs.items():
         model_file = program_set.path / program.file
-        check_external_data(model_file)
+        check_model(model_file, name)
         session = _Session(model_file, device)
         calls[name] = _PagedCall(session) if program.kv_layers else _FlatCall(session)
     return calls
 
 
-def check_external_data(model_file: Path) -> None:
-    """ValueError unless all data of a model lie whole in plain files beside it, which the artifact has checked.
+def check_model(model_file: Path, program: str) -> None:
+    """ValueError unless the model is `program`'s, and all its data lie whole in plain files beside it, checked before.
 
     ONNX Runtime would map what a model names, and it has not always looked where that leads.
     """
@@ -69,6 +70,7 @@ def check_external_data(model_file: Path) -> None:
         model = onnx.load(model_file, load_external_data=False)
     except DecodeError as error:
         raise ValueError(f"{model_file}: not an ONNX model ({error}); {EXPORT_AGAIN}") from error
+    check_owner(model_file, {prop.key: prop.value for prop in model.metadata_props}.get(PROGRAM_KEY), program)
     for tensor in _tensors(model.graph, model.functions):
         if tensor.data_location != onnx.TensorProto.EXTERNAL:
             continue

@@ -21,7 +21,7 @@ from export.programs import make_programs
 from export.writer import ExportOptions, write_artifact
 from infer import LLM, SamplingParams, backends
 from infer.artifact import Artifact, write_manifest
-from infer.backends.onnx import DATA_FILE, check_external_data
+from infer.backends.onnx import DATA_FILE, check_model
 from infer.manifest import Manifest
 from tests.export.test_functional import rectangle
 from tests.export.tiny_exits import make_early_exit
@@ -284,7 +284,17 @@ def test_a_link_in_place_of_the_data_is_refused(copied: Path, tmp_path: Path) ->
     with pytest.raises(ValueError, match="link"):
         Artifact.open(copied)
     with pytest.raises(ValueError, match="no plain file"):
-        check_external_data(folder_of(copied) / "unembed.onnx")
+        check_model(folder_of(copied) / "unembed.onnx", "unembed")
+
+
+def test_swapped_models_are_told_though_the_records_fit(copied: Path) -> None:
+    first, second = (folder_of(copied) / f"{name}.onnx" for name in ("draft.trunk", "target.trunk"))
+    one, other = first.read_bytes(), second.read_bytes()
+    first.write_bytes(other)
+    second.write_bytes(one)
+    record_again(copied)
+    with pytest.raises(ValueError, match=r"belongs to program '(target|draft)\.trunk', but stands for"):
+        load_onnx(copied)
 
 
 def test_short_or_missing_data_are_errors_not_zeros(copied: Path) -> None:
