@@ -29,7 +29,7 @@ from infer.records import MAX_JSON
 PLAN = "plan.json"
 PLAN_TEMPORARY = f"{PLAN}.tmp"  # a planner that was killed may leave it
 UNRECORDED = frozenset({MANIFEST, PLAN, PLAN_TEMPORARY})
-AUTO_ORDER = ("inductor", "eager", "onnx")  # best first; nobody has yet shown onnx to be faster than eager
+AUTO_ORDER = ("inductor", "onnx", "eager")  # best first; SmolLM2-135M, fp32, one thread: onnx 18 tokens/s, eager 9
 
 
 @dataclass(frozen=True, slots=True)

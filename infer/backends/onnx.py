@@ -30,7 +30,9 @@ ELEMENT_TYPES = {torch.float32: 1, torch.int64: 7, torch.bfloat16: 16}  # onnx.T
 def check_packages(*names: str) -> None:
     """ValueError when one of these packages is not installed."""
     if missing := [name for name in names if importlib.util.find_spec(name) is None]:
-        raise ValueError(f"backend='onnx' needs {' and '.join(missing)}, not installed here: {INSTALL}")
+        raise ValueError(
+            f"backend='onnx' needs {' and '.join(missing)}, not installed here: {INSTALL}, or use another backend"
+        )
 
 
 def check_device(device: str) -> None:

@@ -224,9 +224,8 @@ def test_an_artifact_that_was_moved_answers_as_before(copied: Path, artifact_of:
     )
 
 
-def test_auto_takes_onnx_when_there_is_nothing_else(artifact_of: Callable[[str], Path]) -> None:
-    assert Artifact.open(artifact_of("llama")).select().build.backend == "eager"
-    assert Artifact.open(artifact_of("opt")).select().build.backend == "onnx"
+def test_auto_takes_onnx_before_eager(artifact_of: Callable[[str], Path]) -> None:
+    assert Artifact.open(artifact_of("llama")).select().build.backend == "onnx"
 
 
 # ---- what is refused ----
@@ -358,7 +357,7 @@ def test_loading_without_a_package_is_refused_with_the_command(
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ValueError, match=rf"{package}, not installed here: pip install 'hispec\[onnx\]'"):
         LLM(folder, backend="onnx")
-    assert LLM(folder, num_blocks=64).backend == "eager"
+    assert LLM(folder, backend="eager", num_blocks=64).backend == "eager"
 
 
 def test_another_pytorch_or_machine_is_no_reason_but_an_older_onnxruntime_is(

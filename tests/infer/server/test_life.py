@@ -67,11 +67,12 @@ def test_a_client_that_goes_while_it_waits_leaves_the_queue(narrow, is_stream, r
         with httpx.Client(base_url=address, timeout=60) as client:
             running = in_thread(lambda: client.post(TEXTS, json=LONG))
             wait_until(lambda: len(narrow.engine.running) == 1)
+            (first,) = narrow.engine.running
             connection = send_raw(address, TEXTS, LONG | {"stream": is_stream})
             wait_until(lambda: len(narrow.engine.waiting) == 1)
             connection.close()
             wait_until(lambda: not narrow.engine.waiting and len(one.gate.tickets) == 1)
-            assert len(narrow.engine.running) == 1, "the one that runs is not disturbed"
+            assert narrow.engine.running == [first], "the one that runs is not disturbed, nor has it ended"
             one.restore()
             (want,) = reference.generate("a", SamplingParams(temperature=0, max_tokens=NUM_LONG, ignore_eos=True))
             assert running().json()["choices"][0]["text"] == want.outputs[0].text
