@@ -26,7 +26,7 @@ def print_artifact(artifact: Artifact, console: Console | None = None) -> None:
     console.print(_sets(sets))
     for one in sets:
         console.print(_programs(artifact, one))
-    parity = _read_parity(artifact)
+    parity = read_parity(artifact)
     for table in (_parity(parity), _served(parity)):
         if table.row_count:
             console.print(table)
@@ -149,7 +149,7 @@ def _print_plan(artifact: Artifact, console: Console) -> None:
     print_plan(Plan.from_json(path.read_text(encoding="utf-8"), artifact.manifest), console)
 
 
-def _read_parity(artifact: Artifact) -> Mapping[str, Any]:
+def read_parity(artifact: Artifact) -> Mapping[str, Any]:
     path = artifact.path / PARITY
     if not path.exists():
         return {}

@@ -1,4 +1,5 @@
-"""`python -m infer bench`: strategies and peers side by side in one run; with --profile, where a step's time goes."""
+"""`python -m infer bench`: strategies and peers side by side in one run; with --profile, where a step's time goes; with
+--programs, backends side by side."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infer.commands import options
+from infer.commands import options, program_bench
 from infer.commands.sampling import add_sampling_options, sampling_params
 
 if TYPE_CHECKING:
@@ -31,16 +32,22 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--peers", default="", help="comma-separated: transformers")
     parser.add_argument("--peer-model", help="the base model for peers: a folder or hub id")
-    parser.add_argument("--output", type=Path, help="write all figures to this JSON file")
+    parser.add_argument("--output", "--json", type=Path, metavar="FILE", help="write all figures to this JSON file")
     parser.add_argument(
         "--profile",
         action="store_true",
         help="instead: the runtime's own time per call, and each part's share of a step (batch sizes 1,8,16)",
     )
-    parser.set_defaults(run=_run, batch_sizes=None)
+    program_bench.add_options(parser)
+    parser.set_defaults(run=lambda args: _run(args, parser), batch_sizes=None)
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    program_bench.check_options(args, parser)
+    if args.programs:
+        args.batch_sizes = args.batch_sizes or "1,8"
+        options.check_output(args.output)
+        return program_bench.run(args)
     args.batch_sizes = args.batch_sizes or ("1,8,16" if args.profile else "1")
     sizes = options.batch_sizes(args)
     if max(sizes) > args.max_num_seqs:  # `check` may: the rest waits and joins as rows end
