@@ -120,7 +120,9 @@ class Caller:
         """
         blocks_per_row = -(-max(len(row) for row in rows) // self.block_size)
         # Rows' blocks interleave and descend: a program that took pages in order would be caught
-        blocks = torch.arange(len(rows) * blocks_per_row, 0, -1).view(blocks_per_row, len(rows)).T.contiguous()
+        # (`contiguous` would leave a single column its odd stride, which a package that checks its inputs refuses)
+        descending = torch.arange(len(rows) * blocks_per_row, 0, -1).view(blocks_per_row, len(rows))
+        blocks = descending.T.clone(memory_format=torch.contiguous_format)
         num_layers = 1 + max(layer for info in self.infos.values() for layer in info.kv_layers)
         shape = (len(rows) * blocks_per_row + 1, self.block_size, self.num_kv_heads, self.head_dim)
         pages = [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2 * num_layers)]

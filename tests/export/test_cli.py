@@ -133,7 +133,7 @@ def test_a_full_disk_leaves_the_old_artifact_and_one_line(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("export.backends.eager.save_file", full)
+    monkeypatch.setattr("export.graphs.save_file", full)
     monkeypatch.setattr("tempfile.tempdir", str(old.parent.parent))
     before = sorted(old.parent.parent.iterdir())
     assert export_over(old, config) == 1

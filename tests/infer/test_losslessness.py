@@ -74,15 +74,15 @@ def test_calls_stay_inside_the_bitwise_range(strategy, monkeypatch):
     tiny = Tiny(model_of(), strategy, bitwise_range=(2, 12))
     call = Runner._call
 
-    def checked(program, x, query):
+    def checked(runner, program, x, query):
         assert 2 <= x.shape[0] * x.shape[1] <= 12, x.shape
-        return call(program, x, query)
+        return call(runner, program, x, query)
 
     for name in ("_exits", "_unembeds"):
-        for number, (program, bitwise_range, pages) in enumerate(getattr(tiny.runner, name)):
+        for number, (program, limits, pages, takes) in enumerate(getattr(tiny.runner, name)):
             if not pages:
-                getattr(tiny.runner, name)[number] = (wrong_outside(program, bitwise_range), bitwise_range, pages)
-    monkeypatch.setattr(Runner, "_call", staticmethod(checked))
+                getattr(tiny.runner, name)[number] = (wrong_outside(program, limits), limits, pages, takes)
+    monkeypatch.setattr(Runner, "_call", checked)
     for batch in (ROWS[:1], ROWS):
         got = [r.token_ids for r in tiny.generate(batch, greedy())]
         assert got == [oracle("llama", p, NUM_TOKENS) for p in batch]
