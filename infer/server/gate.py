@@ -10,7 +10,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable
-from typing import Self, TypeVar
+from typing import TypeVar
 
 from infer.async_llm import AsyncLLM, EngineDeadError
 from infer.server.errors import ApiError, engine_is_dead
@@ -69,12 +69,6 @@ class Ticket:
     def _check(self) -> None:
         if self._failure is not None:
             raise self._failure
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class Gate:
