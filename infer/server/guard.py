@@ -47,6 +47,9 @@ class Guard:
                 await error_response(refusal)(scope, receive, noting_send)
             else:
                 await self._app(scope, self._limited(receive), noting_send)
+        except Exception:  # answered further out, by Starlette's ServerErrorMiddleware
+            facts["status"] = 500
+            raise
         finally:
             status = facts.pop("status", status) or CLIENT_GONE
             route = getattr(scope.get("route"), "path", "")  # not the path: clients would choose the label

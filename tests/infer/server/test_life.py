@@ -60,6 +60,21 @@ def test_a_client_that_goes_frees_its_blocks_within_two_steps(llm, path, body, i
         assert answer["choices"][0]["text"] == want.outputs[0].text
 
 
+def test_a_client_that_goes_before_its_body_is_whole_is_no_fault_of_ours(llm):
+    def count(status):
+        labels = {"route": TEXTS, "status": status}
+        return one.app.state.metrics.registry.get_sample_value("hispec:http_requests_total", labels) or 0
+
+    with served(llm) as one, on_port(one) as address:
+        host, port = address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as connection:
+            head = f"POST {TEXTS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
+            connection.sendall(head.encode() + b"{")
+            time.sleep(0.1)
+        wait_until(lambda: count("499") == 1)
+        assert count("500") == 0
+
+
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_a_client_that_goes_while_it_waits_leaves_the_queue(narrow, is_stream, reference):
     with served(narrow) as one, on_port(one) as address:
