@@ -17,7 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,7 +35,8 @@ T = TypeVar("T")
 
 
 class EngineDeadError(RuntimeError):
-    """The engine thread has ended, by `shutdown` or by a fault of ours (see `__cause__`): nothing more can run."""
+    """The engine thread has ended, by `shutdown` or by a fault of ours (see `__cause__`), or `shutdown` has left it
+    behind at a step that hangs: nothing more can run."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +73,7 @@ class AsyncLLM:
         self._busy_since: float | None = None  # seconds of the monotonic clock; None while the engine waits for orders
         # One thread: tokenizers are not made for several, and a long prompt must not hold up the event loop.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="hispec-tokenizer")
+        self._last_tokenizing: Future[None] | None = None  # done when the thread has nothing more to do
         self._thread = threading.Thread(target=self._work, name="hispec-engine", daemon=True)
         self._thread.start()
 
@@ -100,6 +102,11 @@ class AsyncLLM:
             return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function, *args)
         except RuntimeError:  # the executor was shut down a moment ago
             self.check_health()
+            raise
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if caller is not None and not caller.cancelling():  # it was `shutdown` that cancelled what waited there
+                self.check_health()
             raise
 
     async def run(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
@@ -142,11 +149,30 @@ class AsyncLLM:
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
-    def shutdown(self) -> None:
-        """End the engine thread after its current step, and all requests with it. May be called again."""
+    def shutdown(self, timeout: float | None = None) -> bool:
+        """End the engine thread after its current step, and all requests with it. May be called again.
+
+        Args:
+            timeout: seconds that the step, and then the tokenizer, may still take; None: as long as they want.
+
+        Returns:
+            Whether both have ended. If not, every caller is told so, but the threads stay; as Python joins the
+            tokenizer's at its exit, only `os._exit` is sure to end the process then.
+        """
         self._inbox.put(None)
-        self._thread.join()
-        self._tokenizing.shutdown()  # callers that wait there get their EngineDeadError, not a CancelledError
+        self._thread.join(timeout)
+        if is_stuck := self._thread.is_alive():
+            logger.critical("the engine has been at one step for %.0f s: it is left behind", self.seconds_in_step)
+            self._tell_all(EngineDeadError("the engine hangs and was left behind by its shutdown"))
+        if self._last_tokenizing is None:
+            self._last_tokenizing = self._tokenizing.submit(lambda: None)
+            # What waits there is not cancelled yet: its callers get their EngineDeadError from what comes after it
+            self._tokenizing.shutdown(wait=False)
+        wait([self._last_tokenizing], timeout)
+        if not self._last_tokenizing.done():
+            logger.critical("the tokenizer has not ended after %g s: it is left behind", timeout)
+            self._tokenizing.shutdown(wait=False, cancel_futures=True)
+        return not is_stuck and not self._last_tokenizing.cancelled()
 
     async def __aenter__(self) -> Self:
         return self
@@ -180,6 +206,13 @@ class AsyncLLM:
             if self._forget(stream):
                 self._inbox.put(partial(self.llm.engine.abort, stream.request.request_id))
 
+    def _tell_all(self, end: EngineDeadError) -> None:
+        with self._lock:
+            self._end = self._end or end
+            streams, self._streams = list(self._streams.values()), {}
+        for stream in streams:
+            self._post(stream, None, end)
+
     # ---- the engine thread ----
 
     def _work(self) -> None:
@@ -191,11 +224,7 @@ class AsyncLLM:
             logger.critical("the engine has ended", exc_info=cause)
             end = EngineDeadError(f"the engine has ended: {type(cause).__name__}: {cause}")
             end.__cause__ = cause
-        with self._lock:
-            self._end = end
-            streams, self._streams = list(self._streams.values()), {}
-        for stream in streams:
-            self._post(stream, None, end)
+        self._tell_all(end)
         if end.__cause__ is None:
             for request in [*self.llm.engine.waiting, *self.llm.engine.running]:
                 self.llm.engine.abort(request.request_id)

@@ -30,6 +30,12 @@ def add(commands: Any) -> None:
         default=[],
         help=f"clients must send one of these; may be given several times; also from {API_KEY_VARIABLE}",
     )
+    parser.add_argument(
+        "--allowed-hosts",
+        nargs="+",
+        help="names that the Host header may have; * is any (default: this machine's own names where --host is one of "
+        "them and there is no key, which keeps pages of other sites out; otherwise any)",
+    )
     parser.add_argument("--max-queue", type=int, default=256, help="most texts that wait; more get 429 (default 256)")
     parser.add_argument(
         "--request-timeout", type=float, default=600.0, help="most seconds per request; 0: no limit (default 600)"
@@ -49,12 +55,14 @@ def add(commands: Any) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from infer.server.settings import MIB, Settings
+    from infer.server.settings import MIB, Settings, names_of_loopback
 
     keys = [*args.api_key, *([os.environ[API_KEY_VARIABLE]] if API_KEY_VARIABLE in os.environ else [])]
+    hosts = args.allowed_hosts or (() if keys else names_of_loopback(args.host))
     settings = Settings(
         model=Path(args.artifact).resolve().name if args.served_model_name is None else args.served_model_name,
         api_keys=tuple(keys),
+        allowed_hosts=() if "*" in hosts else tuple(hosts),
         max_queue=args.max_queue,
         request_timeout=args.request_timeout or None,
         drain_timeout=args.drain_timeout,

@@ -16,6 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import ValidationError
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from infer.async_llm import AsyncLLM, EngineDeadError
@@ -145,6 +146,8 @@ async def _read(request: Request, model: type[Asked], settings: Settings) -> Ask
             body = await request.body()
     except TimeoutError:
         raise ApiError(408, f"no whole body within {settings.body_timeout:g} s", code="body_timeout") from None
+    except ClientDisconnect:
+        raise _client_gone() from None
     try:
         if len(body) <= _SMALL_BODY:
             return model.model_validate_json(body)
@@ -163,24 +166,28 @@ async def _answer(
     except ValueError as error:
         raise bad_value(error, fields, renamed) from error
     job = Job(gate.engine, gate.admit(asked.num_prompts * params.n), metrics)
-    facts = request.scope["hispec"]
-    facts["request_id"] = job.id
-    if gate.settings.log_prompts:
-        facts["prompt"] = asked.conversation() if isinstance(asked, ChatRequest) else asked.prompt
-    envelope = {
-        "id": shape.id_prefix + job.id,
-        "object": shape.chunk_name if asked.stream else shape.name,
-        "created": int(time.time()),
-        "model": gate.settings.model,
-    }
     is_handed_on = False
     leaving = asyncio.create_task(_watch_client(request, job))
+    facts = request.scope["hispec"]
+    facts["request_id"] = job.id
     try:
-        await job.prepare(asked, params)
+        if gate.settings.log_prompts:
+            facts["prompt"] = asked.as_sent()
+        envelope = {
+            "id": shape.id_prefix + job.id,
+            "object": shape.chunk_name if asked.stream else shape.name,
+            "created": int(time.time()),
+            "model": gate.settings.model,
+        }
+        try:
+            await job.prepare(asked, params)
+        except ValueError as error:  # of what comes later, none is the client's
+            raise bad_value(error, fields, renamed) from error
         if asked.stream:
-            is_handed_on = True
             tiers = TierReport(gate.engine.llm)
-            return _stream(job, shape, asked, envelope, params.n, gate.settings, facts, tiers)
+            response = _stream(job, shape, asked, envelope, params.n, gate.settings, facts, tiers)
+            is_handed_on = True
+            return response
         outputs = await job.finish()
         facts |= _facts(job)
         choices = [
@@ -189,8 +196,6 @@ async def _answer(
             for text in output.outputs
         ]
         return JSONResponse(envelope | {"choices": choices, "usage": usage(outputs)})
-    except ValueError as error:
-        raise bad_value(error, fields, renamed) from error
     except EngineDeadError as error:
         raise engine_is_dead(error) from error
     except ApiError as error:
@@ -225,7 +230,11 @@ async def _watch_client(request: Request, job: Job) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
     request.scope["hispec"]["status"] = CLIENT_GONE
-    job.ticket.end(ApiError(CLIENT_GONE, "the client went away", code="client_gone"))
+    job.ticket.end(_client_gone())
+
+
+def _client_gone() -> ApiError:
+    return ApiError(CLIENT_GONE, "the client went away", code="client_gone")
 
 
 def _facts(job: Job) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable
-from typing import Self, TypeVar
+from typing import TypeVar
 
 from infer.async_llm import AsyncLLM, EngineDeadError
 from infer.server.errors import ApiError, engine_is_dead
@@ -70,12 +70,6 @@ class Ticket:
         if self._failure is not None:
             raise self._failure
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 class Gate:
     """Admits requests while there is room, and knows whether the server is well."""
@@ -85,6 +79,7 @@ class Gate:
         self.tickets: set[Ticket] = set()
         self.num_texts = 0  # of all tickets
         self._drain_until: float | None = None
+        self._open_until = 0.0
         self._mean_seconds = 1.0
 
     # ---- coming and going ----
@@ -152,19 +147,26 @@ class Gate:
     def is_draining(self) -> bool:
         return self._drain_until is not None
 
-    def drain(self) -> None:
-        """Let nobody in any more; those who are in have `drain_timeout` seconds. Safe in a signal handler."""
+    def drain(self, stay_open: float = 0.0) -> None:
+        """Let nobody in any more; those who are in have `drain_timeout` seconds. Safe in a signal handler.
+
+        Args:
+            stay_open: seconds of these for which newcomers are told, even if nobody is in.
+        """
         if self._drain_until is None:
-            self._drain_until = time.monotonic() + self.settings.drain_timeout
+            now = time.monotonic()
+            self._drain_until = now + self.settings.drain_timeout
+            self._open_until = now + min(stay_open, self.settings.drain_timeout)
 
     def is_drained(self) -> bool:
         """Whether the server may stop now. Those whose time is up are ended here."""
         if self._drain_until is None:
             return False
-        late = time.monotonic() - self._drain_until
+        now = time.monotonic()
+        late = now - self._drain_until
         if late >= 0:
             self._end_all(ApiError(503, "the server was shut down before the text was complete", code="shutting_down"))
-        return not self.tickets or late > _LINGER
+        return (not self.tickets and now >= self._open_until) or late > _LINGER
 
     def _end_all(self, failure: ApiError) -> None:
         for ticket in list(self.tickets):

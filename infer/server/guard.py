@@ -10,6 +10,7 @@ import hmac
 import logging
 import time
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -28,6 +29,7 @@ class Guard:
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
         self._app, self._settings, self._metrics = app, settings, metrics
         self._keys = [_digest(key.encode()) for key in settings.api_keys]
+        self._hosts = {host.lower() for host in settings.allowed_hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -47,6 +49,9 @@ class Guard:
                 await error_response(refusal)(scope, receive, noting_send)
             else:
                 await self._app(scope, self._limited(receive), noting_send)
+        except Exception:  # answered further out, by Starlette's ServerErrorMiddleware
+            facts["status"] = 500
+            raise
         finally:
             status = facts.pop("status", status) or CLIENT_GONE
             route = getattr(scope.get("route"), "path", "")  # not the path: clients would choose the label
@@ -59,6 +64,13 @@ class Guard:
         headers = {name.lower(): value for name, value in scope["headers"]}
         if self._keys and scope["path"] not in OPEN_PATHS and not self._is_known(headers.get(b"authorization", b"")):
             return ApiError(401, "missing or wrong API key: send Authorization: Bearer KEY", code="invalid_api_key")
+        if self._hosts and scope["path"] not in OPEN_PATHS:
+            name = _host_name(headers.get(b"host", b""))
+            if name not in self._hosts:
+                message = (
+                    f"this server is not known as {name[:100]!r}: use another name, or start it with --allowed-hosts"
+                )
+                return ApiError(403, message, code="host_not_allowed")
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length[:20]) > self._settings.max_body_bytes:
             return self._too_large()
@@ -94,8 +106,16 @@ class Guard:
 
 def error_response(error: ApiError) -> JSONResponse:
     # The rest of a body that nobody reads must not be taken for the next request
-    headers = error.headers | ({"Connection": "close"} if error.status in (401, 413) else {})
+    headers = error.headers | ({"Connection": "close"} if error.status in (401, 403, 413) else {})
     return JSONResponse(error.body, error.status, headers)
+
+
+def _host_name(host: bytes) -> str:
+    """Of a Host header, without its port and IPv6's brackets; empty if it has none."""
+    try:
+        return (urlsplit("//" + host.decode("latin-1")).hostname or "").removesuffix(".")
+    except ValueError:
+        return ""
 
 
 def _digest(key: bytes) -> bytes:

@@ -197,6 +197,10 @@ class CompletionRequest(TextRequest):
     def num_prompts(self) -> int:
         return len(self.prompt)
 
+    def as_sent(self) -> list[str | list[int]]:
+        """The prompts as they came, for the log."""
+        return self.prompt
+
     def _lengths(self) -> dict[str, Any]:
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise ValueError(f"best_of={self.best_of} is not supported: leave it out, or give the value of n")
@@ -309,6 +313,10 @@ class ChatRequest(TextRequest):
         if not self.tools or self.tool_choice == "none":
             return None
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
+
+    def as_sent(self) -> list[dict[str, Any]]:
+        """The messages as they came, for the log: they need not be such as a template can take."""
+        return [message.model_dump(exclude_unset=True) for message in self.messages]
 
     def conversation(self) -> list[dict[str, Any]]:
         return [message.as_template() for message in self.messages]

@@ -1,14 +1,20 @@
 """Runs the app under uvicorn, with a graceful end.
 
-    SIGTERM    /ready and new requests: 503; the port stays open for those who were sent here a moment ago
+    SIGTERM    /ready and new requests: 503; the port stays open for some seconds, also when nothing runs, since load
+               balancers such as Kubernetes' go on sending requests here until they know; not so after Ctrl-C
     then       running requests finish; those that are not done after drain_timeout end with an error
     at last    connections are closed, then the engine
 
-A second signal ends all of it at once.
+A second signal ends all of it at once. An engine that hangs is left behind: the process ends by itself all the same,
+with exit code 1.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
+import sys
 from dataclasses import dataclass
 from types import FrameType
 
@@ -21,7 +27,11 @@ from infer.server.gate import Gate
 from infer.server.logs import log_config
 from infer.server.settings import Settings
 
+logger = logging.getLogger(__name__)
+
+_OPEN_SECONDS = 3.0  # after SIGTERM, at least
 _CLOSING_SECONDS = 5  # for connections, once no request is left
+_ENGINE_SECONDS = 10.0  # for the engine's last step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +52,7 @@ class DrainingServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._gate.is_draining:
             self.should_exit = self.force_exit = True
-        self._gate.drain()
+        self._gate.drain(_OPEN_SECONDS if sig == signal.SIGTERM else 0.0)
 
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second."""
@@ -52,7 +62,7 @@ class DrainingServer(uvicorn.Server):
 
 
 def serve(llm: LLM, settings: Settings, address: Address) -> None:
-    """Until SIGTERM or Ctrl-C.
+    """Until SIGTERM or Ctrl-C. Ends the process, with exit code 1, if the engine hangs then.
 
     Raises:
         ValueError: the port is taken, or the certificate can't be read.
@@ -87,4 +97,8 @@ def serve(llm: LLM, settings: Settings, address: Address) -> None:
         except SystemExit as error:  # uvicorn's way to say that it could not start; its log has the cause
             raise ValueError(f"could not listen on {address.host}:{address.port}: choose another --port") from error
     finally:
-        engine.shutdown()
+        if not engine.shutdown(_ENGINE_SECONDS):
+            logger.critical("the process ends without its engine, which hangs")
+            logging.shutdown()
+            sys.stdout.flush()
+            os._exit(1)  # an orderly exit would wait for the tokenizer's thread

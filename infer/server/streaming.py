@@ -42,8 +42,10 @@ class EventStream(EventSourceResponse):
         except TimeoutError:  # a client that does not read: there is nobody to tell
             logger.warning("a stream's client read nothing for %g s and was dropped", self.send_timeout)
         finally:
-            await self._events.aclose()
-            self._on_end()
+            try:
+                await self._events.aclose()
+            finally:
+                self._on_end()
 
 
 async def events(

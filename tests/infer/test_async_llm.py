@@ -232,3 +232,52 @@ def test_callers_may_live_on_several_event_loops():
         thread.join(60)
     engine.shutdown()
     assert got == [oracle("llama", PROMPTS[0], NUM_TOKENS)] * 4
+
+
+def test_a_step_that_hangs_is_left_behind_and_all_are_told():
+    release = threading.Event()
+
+    def hang():
+        release.wait(60)
+        return []
+
+    async def main() -> None:
+        engine = AsyncLLM(make_llm(max_model_len=128))
+        engine.llm.engine.step = hang
+        caller = asyncio.create_task(collect(engine, PROMPTS[0]))
+        while not engine.seconds_in_step:
+            await asyncio.sleep(0.001)
+        assert not await asyncio.to_thread(engine.shutdown, 0.05)
+        with pytest.raises(EngineDeadError, match="left behind"):
+            await caller
+        with pytest.raises(EngineDeadError, match="left behind"):
+            await collect(engine, PROMPTS[0])
+        release.set()
+        assert await asyncio.to_thread(engine.shutdown), "it was only slow"
+        assert not engine.llm.engine.has_unfinished
+
+    try:
+        asyncio.run(asyncio.wait_for(main(), 60))
+    finally:
+        release.set()
+
+
+def test_a_tokenizer_that_hangs_is_left_behind_and_those_who_wait_are_told():
+    release = threading.Event()
+
+    async def main() -> None:
+        engine = AsyncLLM(make_llm(max_model_len=128))
+        first = asyncio.create_task(engine.with_tokenizer(release.wait, 60))
+        second = asyncio.create_task(engine.with_tokenizer(int))
+        await asyncio.sleep(0.05)
+        assert not await asyncio.to_thread(engine.shutdown, 0.05)
+        with pytest.raises(EngineDeadError):
+            await second
+        assert not await asyncio.to_thread(engine.shutdown, 0.05)
+        release.set()
+        assert await first
+
+    try:
+        asyncio.run(asyncio.wait_for(main(), 60))
+    finally:
+        release.set()

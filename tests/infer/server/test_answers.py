@@ -304,11 +304,22 @@ def test_errors_have_openais_shape_on_every_path(one):
     asyncio.run(main())
 
 
-def test_a_fault_of_ours_is_told_without_its_insides(one, monkeypatch):
-    monkeypatch.setattr("infer.server.app.usage", lambda outputs: 1 / 0)
+@pytest.mark.parametrize("fault", [ZeroDivisionError, ValueError])
+def test_a_fault_of_ours_is_told_without_its_insides_and_counted_as_one(one, monkeypatch, fault):
+    def broken(*_):
+        raise fault("an inside")
+
+    def num_faults():
+        labels = {"route": "/v1/completions", "status": "500"}
+        return one.app.state.metrics.registry.get_sample_value("hispec:http_requests_total", labels) or 0
+
+    before, logged = num_faults(), []
+    monkeypatch.setattr("infer.server.guard.logger.info", lambda _, extra: logged.append(extra["facts"]["status"]))
+    monkeypatch.setattr("infer.server.app.usage", broken)
     response = ask(one, "/v1/completions", TEXT)
     assert response.status_code == 500
-    assert response.json()["error"]["code"] == "internal_error" and "division" not in response.text
+    assert response.json()["error"]["code"] == "internal_error" and "inside" not in response.text
+    assert num_faults() == before + 1 and logged == [500]
 
 
 def test_a_text_that_a_fault_cut_short_is_an_error(one, llm, monkeypatch):

@@ -7,7 +7,8 @@ import openai
 import pytest
 
 from infer.server.guard import OPEN_PATHS
-from tests.infer.server.harness import CHAT, official, on_port, served
+from infer.server.settings import names_of_loopback
+from tests.infer.server.harness import CHAT, in_process, official, on_port, served
 
 KEYS = ("sesame", "schlüssel")
 
@@ -66,6 +67,41 @@ def test_the_probes_are_open(one):
 def test_every_key_opens(one):
     calls = [("GET", "/v1/models", f"{scheme} {key}".encode()) for key in KEYS for scheme in ("Bearer", "bearer")]
     assert statuses(one, calls) == [200] * 4
+
+
+def test_a_key_out_of_a_file_may_end_its_line(llm):
+    with served(llm, api_keys=("sesame\n",)) as one:
+        assert statuses(one, [("GET", "/v1/models", "Bearer sesame"), ("GET", "/v1/models", "Bearer")]) == [200, 401]
+
+
+def test_only_the_servers_own_names_are_answered(llm):
+    """A page whose name was made to point here sends that name."""
+
+    async def main():
+        async with in_process(one) as client:
+            for path, host, status in [
+                *(("/v1/models", host, 200) for host in ("localhost:8000", "LOCALHOST.", "127.0.0.1", "[::1]:8000")),
+                *(
+                    ("/v1/models", host, 403)
+                    for host in ("evil.example:8000", "localhost.evil.example", "", "[", "x:y")
+                ),
+                ("/health", "10.0.0.7:8000", 200),  # Kubernetes' probes
+            ]:
+                response = await client.get(path, headers={"Host": host})
+                assert response.status_code == status, host
+                assert status == 200 or response.json()["error"]["code"] == "host_not_allowed"
+
+    with served(llm, allowed_hosts=names_of_loopback("127.0.0.1")) as one:
+        asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("host", "names"),
+    [("127.0.0.1", True), ("localhost", True), ("::1", True), ("0.0.0.0", False), ("", False), ("my.box", False)],
+)
+def test_names_are_those_of_loopback_alone(host, names):
+    assert (host in names_of_loopback(host)) == names
+    assert ("localhost" in names_of_loopback(host)) == names
 
 
 def test_all_keys_are_compared_in_constant_time(one, monkeypatch):

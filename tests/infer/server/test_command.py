@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 
+from infer.async_llm import AsyncLLM
 from infer.cli import _parser, main
 from infer.params import SamplingParams
 from tests.infer.server.harness import on_port, served
@@ -72,12 +73,80 @@ def test_a_key_may_come_from_the_environment(artifact, monkeypatch):
     assert address.host == "127.0.0.1", "not open to the network unless asked to"
 
 
+@pytest.mark.parametrize(
+    ("flags", "hosts"),
+    [
+        ([], {"localhost", "127.0.0.1", "::1"}),
+        (["--api-key", "x"], set()),
+        (["--host", "0.0.0.0"], set()),
+        (["--allowed-hosts", "a.example", "b.example"], {"a.example", "b.example"}),
+        (["--allowed-hosts", "*"], set()),
+    ],
+)
+def test_a_server_for_this_machine_without_keys_is_called_by_its_names_alone(artifact, monkeypatch, flags, hosts):
+    seen = []
+    monkeypatch.setattr("infer.commands.options.load_llm", lambda *args: None)
+    monkeypatch.setattr("infer.server.run.serve", lambda llm, settings, address: seen.append(settings))
+    args = _parser().parse_args(["serve", str(artifact), *flags])
+    assert args.run(args) == 0 and set(seen[0].allowed_hosts) == hosts
+
+
 def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
+@pytest.mark.parametrize("hangs", [False, True])
+def test_an_engine_that_hangs_ends_the_process_with_a_code_and_no_other_does(llm, monkeypatch, hangs):
+    from infer.server import run
+
+    codes, shutdown = [], AsyncLLM.shutdown
+    monkeypatch.setattr(run.DrainingServer, "run", lambda self: None)
+    monkeypatch.setattr(AsyncLLM, "shutdown", lambda self, timeout: shutdown(self, timeout) and not hangs)
+    monkeypatch.setattr(run.logging, "shutdown", lambda *_: None)  # pytest's own handlers
+    monkeypatch.setattr(run.os, "_exit", codes.append)
+    run.serve(llm, run.Settings(model="tiny"), run.Address(host="127.0.0.1", port=1))
+    assert codes == [1] * hangs
+
+
+HANGING = """
+import sys, time
+from infer.cli import main
+from infer.engine import Engine
+from infer.llm import LLM
+from infer.server import run
+
+run._ENGINE_SECONDS = 0.5
+Engine.step = LLM.chat_prompt = lambda *_: time.sleep(600)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_a_process_whose_engine_and_tokenizer_hang_ends_on_sigterm(artifact, tmp_path):
+    port, log = free_port(), tmp_path / "log"
+    command = [sys.executable, "-c", HANGING, "serve", str(artifact), "--strategy", "autoregressive"]
+    flags = ["--port", str(port), "--drain-timeout", "0.3", *ON_DEVICE]
+    with log.open("wb") as stderr:
+        process = subprocess.Popen([*command, *flags], cwd=ROOT, stderr=stderr, env=os.environ)
+    try:
+        address = f"http://127.0.0.1:{port}"
+        wait_for(address + "/ready", process)
+        bodies = {"completions": {"prompt": "a"}, "chat/completions": {"messages": [{"role": "user", "content": "a"}]}}
+        for path, body in bodies.items():
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(f"{address}/v1/{path}", json=body, timeout=0.5)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 1
+    finally:
+        process.kill()
+        process.wait()
+    said = log.read_text()
+    assert "the engine has been at one step" in said and "the tokenizer has not ended" in said
+
+
+@pytest.mark.slow
 def test_a_process_serves_and_ends_gracefully_on_sigterm(artifact, reference, tmp_path):
     port, log = free_port(), tmp_path / "log"
     command = [sys.executable, "-m", "infer", "serve", str(artifact), "--strategy", "layerskip", "--port", str(port)]

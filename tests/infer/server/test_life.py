@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import signal
 import socket
 import threading
 import time
@@ -10,9 +11,12 @@ import time
 import httpx
 import openai
 import pytest
+import uvicorn
 
 from infer.params import SamplingParams
-from tests.infer.server.harness import CHAT, TEXT, in_process, official, on_port, served, sse, until
+from infer.server.gate import Gate
+from infer.server.run import DrainingServer
+from tests.infer.server.harness import CHAT, TEXT, in_process, official, on_port, served, settings, sse, until
 
 CHATS, TEXTS = "/v1/chat/completions", "/v1/completions"
 NUM_LONG = 24
@@ -58,6 +62,21 @@ def test_a_client_that_goes_frees_its_blocks_within_two_steps(llm, path, body, i
         answer = httpx.post(address + TEXTS, json=TEXT, timeout=60).json()
         (want,) = reference.generate(TEXT["prompt"], SamplingParams(temperature=0, max_tokens=12))
         assert answer["choices"][0]["text"] == want.outputs[0].text
+
+
+def test_a_client_that_goes_before_its_body_is_whole_is_no_fault_of_ours(llm):
+    def count(status):
+        labels = {"route": TEXTS, "status": status}
+        return one.app.state.metrics.registry.get_sample_value("hispec:http_requests_total", labels) or 0
+
+    with served(llm) as one, on_port(one) as address:
+        host, port = address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as connection:
+            head = f"POST {TEXTS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
+            connection.sendall(head.encode() + b"{")
+            time.sleep(0.1)
+        wait_until(lambda: count("499") == 1)
+        assert count("500") == 0
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
@@ -253,6 +272,30 @@ def test_what_is_not_done_when_time_is_up_ends_with_an_error(llm):
         assert code(whole()) == (503, "shutting_down")
         assert sse(stream())[-1]["error"]["code"] == "shutting_down"
         wait_until(lambda: not is_listening(address))
+
+
+def test_a_server_where_nothing_runs_still_tells_those_who_come_when_it_stops(llm):
+    with served(llm) as one, on_port(one) as address:
+        began = time.monotonic()
+        one.gate.drain(stay_open=0.6)
+        assert code(httpx.post(address + TEXTS, json=TEXT)) == (503, "shutting_down")
+        wait_until(lambda: not is_listening(address))
+        assert time.monotonic() - began >= 0.6
+
+
+def test_sigterm_keeps_the_port_open_and_ctrl_c_does_not(llm):
+    with served(llm) as one:
+        config = uvicorn.Config(one.app)
+        stays = []
+        for sig in (signal.SIGTERM, signal.SIGINT):
+            gate = Gate(one.engine, settings())
+            server = DrainingServer(config, gate)
+            server.handle_exit(sig, None)
+            assert gate.is_draining and not server.should_exit
+            stays.append(not gate.is_drained())
+            server.handle_exit(sig, None)
+            assert server.force_exit, "the second one ends it at once"
+        assert stays == [True, False]
 
 
 # ---- figures and logs ----

@@ -123,6 +123,13 @@ def test_bad_messages_are_refused(one, messages):
     check_refused(ask(one, CHATS, CHAT | {"messages": messages}), "messages")
 
 
+def test_a_refused_request_that_is_logged_gives_its_place_back(llm):
+    with served(llm, log_prompts=True) as one:
+        bad = {"messages": [{"role": "assistant", "tool_calls": [BAD_CALL]}]}
+        check_refused(ask(one, CHATS, CHAT | bad), "messages")
+        assert one.gate.num_texts == 0 and not one.gate.tickets
+
+
 def test_a_template_that_refuses_is_the_clients_mistake(one, llm, monkeypatch):
     monkeypatch.setattr(llm.tokenizer, "chat_template", "{{ raise_exception('roles must alternate') }}")
     response = ask(one, CHATS, CHAT)

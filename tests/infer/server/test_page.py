@@ -95,6 +95,24 @@ def test_figures_say_what_was_accepted():
     )
 
 
+@pytest.mark.parametrize("whole", ["half an ans", ""])
+def test_an_answer_that_a_new_chat_broke_off_is_not_put_into_it(whole):
+    program = (
+        "const chat = makeChat(); chat.ask('old'); const close = chat.open(); chat.clear(); chat.ask('new');"
+        f"close({json.dumps(whole)}); console.log(JSON.stringify(chat.messages()))"
+    )
+    assert node(program) == [{"role": "user", "content": "new"}]
+
+
+@pytest.mark.parametrize(("whole", "roles"), [("an answer", ["user", "assistant"]), ("", [])])
+def test_an_answer_joins_its_chat_and_a_question_without_one_leaves(whole, roles):
+    program = (
+        f"const chat = makeChat(); chat.ask('a question'); chat.open()({json.dumps(whole)});"
+        "console.log(JSON.stringify(chat.messages().map((message) => message.role)))"
+    )
+    assert node(program) == roles
+
+
 def test_a_real_stream_is_shown_whole(llm):
     with served(llm) as one:
         chunks = sse(ask(one, "/v1/chat/completions", CHAT | {"stream": True, "hispec_tiers": True}))

@@ -1,10 +1,12 @@
 """Streams say the same as whole answers, in OpenAI's order, at any pace."""
 
+import asyncio
 import itertools
 
 import pytest
 
 from infer.params import SamplingParams
+from infer.server import streaming
 from tests.infer.server.harness import CHAT, TEXT, ask, official, on_port, served, sse
 
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}
@@ -143,3 +145,22 @@ def test_tiers_are_told_to_those_who_ask(one):
     plain = sse(ask(one, "/v1/completions", TEXT | {"stream": True}))
     assert joined(plain) == joined(chunks) and "hispec" not in str(plain)
     assert ask(one, "/v1/completions", TEXT | {"hispec_tiers": True}).json()["error"]["param"] == "hispec_tiers"
+
+
+@pytest.mark.parametrize("fault", [RuntimeError, asyncio.CancelledError])
+def test_a_stream_whose_events_cannot_be_closed_gives_its_place_back(monkeypatch, fault):
+    async def events():
+        try:
+            yield "first"
+        finally:
+            raise fault
+
+    async def send_first(self, *_):
+        await anext(self._events)
+
+    monkeypatch.setattr(streaming.EventSourceResponse, "__call__", send_first)
+    ended = []
+    stream = streaming.EventStream(events(), lambda: ended.append(True), send_timeout=1, drain_timeout=1)
+    with pytest.raises(fault):
+        asyncio.run(stream({}, None, None))
+    assert ended == [True]
