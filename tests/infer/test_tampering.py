@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import stat
 import struct
@@ -21,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from infer import LLM
 from infer.artifact import Artifact, write_manifest
 from infer.backends import eager
+from infer.cli import main
 from infer.manifest import BuildInfo, Manifest
 from infer.package import PROGRAM_KEY, check_package
 from infer.plan import write_plan
@@ -181,6 +183,29 @@ def test_swapped_kv_layers_are_refused(folder: Path, no_loaders: None):
     path.write_text(build.to_json())
     rehash(folder)
     refuse(folder, "intermediate.trunk takes kv_layers=[4, 5], expected [2, 3]", backend="eager")
+
+
+@pytest.mark.parametrize("backend", ["eager", "onnx"])
+@pytest.mark.parametrize("name", ["evil.x-1.payload", "evil", "os", "", "../evil"])
+def test_packages_that_a_record_names_are_never_imported(
+    folder: Path, no_loaders: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, backend: str
+):
+    """An artifact below the working folder is a package, of which Python would run any file."""
+    payload = tmp_path / "evil" / "x-1" / "payload.py"
+    payload.parent.mkdir(parents=True)
+    for path in (payload, tmp_path / "evil" / "__init__.py"):
+        path.write_text(f"import os; os.mkdir({str(tmp_path / 'was-run')!r}); __version__ = '1'")
+    monkeypatch.syspath_prepend(tmp_path)
+    (path,) = folder.glob("programs/eager-*/build.json")
+    build = replace(BuildInfo.from_json(path.read_text()), backend=backend, versions={name: "1"})
+    path.write_text(build.to_json())
+    path.parent.rename(path.parent.with_name(build.folder_name))
+    rehash(folder)
+    for command in (lambda: Artifact.open(folder).programs(), lambda: Artifact.open(folder).select(backend)):
+        with pytest.raises(ValueError, match=rf"versions\.{re.escape(name)} is no package of backend '{backend}'"):
+            command()
+    assert main(["inspect", str(folder)]) == 2
+    assert not (tmp_path / "was-run").exists()
 
 
 @pytest.mark.parametrize(
