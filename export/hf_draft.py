@@ -155,7 +155,6 @@ def _write_model(folder: Path, model: EarlyExitModel, exit_: ExitConfig, dtype: 
     state = {k: v.to("cpu", dtype).contiguous() for k, v in _state(model, exit_, head).items()}
     folder.mkdir()
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)  # safetensors' private mode would shut other users out
     config.save_pretrained(folder)
     if base.generation_config is not None:
         base.generation_config.save_pretrained(folder)
