@@ -243,7 +243,25 @@ def package(tmp_path: Path) -> Path:
 
 def test_a_package_as_pytorch_writes_it_passes(package: Path, tmp_path: Path):
     check_package(package, "a.trunk")
-    check_package(write_package(tmp_path / "old.pt2", None), "a.trunk")  # an export that wrote no names
+    twice = {"x/data/aotinductor/model/d_metadata.json": b"{}"}  # one that names it is enough
+    check_package(write_package(tmp_path / "b.pt2", "a.trunk", twice), "a.trunk")
+
+
+def test_a_package_that_names_no_program_is_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"names no program, but stands for 'a\.trunk'; .*python -m export"):
+        check_package(write_package(tmp_path / "a.pt2", None), "a.trunk")
+    bare = write_package(tmp_path / "b.pt2", "a.trunk")
+    with zipfile.ZipFile(bare, "w") as archive:
+        archive.writestr("x/archive_format", "pt2")
+    with pytest.raises(ValueError, match="names no program"):
+        check_package(bare, "a.trunk")
+
+
+def test_weights_that_name_no_program_are_refused_before_they_are_read(folder: Path, no_programs: None):
+    path = folder / "weights" / "float32" / "unembed.safetensors"
+    save_file(load_file(path), path)
+    rehash(folder)
+    refuse(folder, "unembed.safetensors", "names no program", backend="eager")
 
 
 @pytest.mark.parametrize(
