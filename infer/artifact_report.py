@@ -46,8 +46,19 @@ def _print_base(artifact: Artifact, console: Console) -> None:
         f"prompts in chunks of {limits.prefill_chunk}; ends at ids {manifest.eos_token_ids}"
     )
     provenance = manifest.provenance
+    if (reference := provenance.get("reference")) is not None:
+        console.print(_reference(reference))
     versions = ", ".join(f"{name} {version}" for name, version in (provenance.get("versions") or {}).items())
     console.print(f"made by {' '.join(provenance.get('argv') or ['?'])} (git {provenance.get('git')}; {versions})")
+
+
+def _reference(reference: Mapping[str, Any]) -> str:
+    drift = reference.get("drift")
+    far = "drift not measured"
+    if drift is not None:
+        far = f"KL {drift['kl']:.4f} nats from it, same token {drift['agreement']:.1%}, on {drift['num_labels']} labels"
+    made_of, mode = reference["trained_from"]["name"], reference["mode"]
+    return f"the target is a new model, made of {made_of!r} by training with model.backbone={mode}: {far}"
 
 
 def _tiers(artifact: Artifact) -> Table:

@@ -81,3 +81,16 @@ def test_onnx_models_are_not_shown_with_eagers_weights_and_the_command_that_inst
     weights = f"{(folder / 'weights/float32/target.trunk.safetensors').stat().st_size / 1e6:.2f}"
     assert [line.split()[-2] for line in trunks] == [weights, "–"], "eager, then onnx"
     assert "not installed here: pip install 'hispec[onnx]'" in " ".join(lines)
+
+
+@pytest.mark.parametrize(("drift", "says"), [({"kl": 0.5, "agreement": 0.25, "num_labels": 7}, "KL 0.5000 nats"),
+                                             (None, "drift not measured")])  # fmt: skip
+def test_a_new_reference_is_told(
+    artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], drift: object, says: str
+) -> None:
+    folder = shutil.copytree(artifact, tmp_path / "artifact")
+    manifest = Manifest.from_json((folder / "hispec.json").read_text())
+    reference = {"mode": "lora", "trained_from": {"name": "old"}, "drift": drift}
+    write_manifest(folder, replace(manifest, provenance=manifest.provenance | {"reference": reference}))
+    text = " ".join(lines_of(folder, capsys))
+    assert "made of 'old' by training with model.backbone=lora" in text and says in text
