@@ -33,7 +33,8 @@ def check_package(path: Path, program: str) -> None:
         with zipfile.ZipFile(path) as archive:
             _check_members(path, archive.infolist())
             told = [_owner(path, n, archive.read(n)) for n in archive.namelist() if n.endswith("_metadata.json")]
-            for name in [name for name in told if name is not None] or [None]:  # not every member has it
+            names = set(told) - {None}  # not every member has it
+            for name in names or {None}:
                 check_owner(path, name, program)
     except (zipfile.BadZipFile, NotImplementedError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: no package that PyTorch could have written ({error}); {EXPORT_AGAIN}") from error

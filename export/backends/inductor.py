@@ -112,9 +112,9 @@ def _compile_all(jobs: Sequence[_Job], num_workers: int) -> Iterator[tuple[str, 
 
 def _stop(pool: ProcessPoolExecutor) -> None:
     """End the workers and the compilers that they have started, for which leaving the pool would wait."""
-    for process in list((pool._processes or {}).values()):
+    for pid, process in list((pool._processes or {}).items()):
         try:
-            os.killpg(process.pid, signal.SIGTERM)  # each is the first of its group (`initializer`)
+            os.killpg(pid, signal.SIGTERM)  # each is the first of its group (`initializer`)
         except ProcessLookupError:  # not yet
             process.terminate()
 
