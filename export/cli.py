@@ -128,6 +128,7 @@ def _run(args: argparse.Namespace) -> int:
     from export.hf_draft import DraftOptions, check_folder, check_forms, write_drafts
     from export.writer import ExportOptions, check_options, write_artifact
     from train.base_model import find_tokenizer
+    from train.reference import describe_reference
 
     artifact, drafts = None, None
     if args.output is not None:
@@ -152,6 +153,7 @@ def _run(args: argparse.Namespace) -> int:
     if artifact is not None:
         artifact = replace(artifact, reference=source.reference)
     if drafts is not None:
+        drafts = replace(drafts, reference=source.reference)
         check_forms(source.exits)
     started = time.perf_counter()
 
@@ -160,7 +162,7 @@ def _run(args: argparse.Namespace) -> int:
 
     report(f"base {source.base}, exits " + ", ".join(f"{e.name}@{e.layer} {e.head}" for e in source.exits))
     if source.reference is not None:
-        report(describe(source.reference))
+        report(f"the reference is a new model, not {describe_reference(source.reference)}")
     tokenizer = find_tokenizer(source.base, source.revision)
     if tokenizer is None:
         report(f"{source.base} has no tokenizer: what is written will take token ids only")
@@ -225,17 +227,6 @@ def read_source(checkpoint: Path | None, config: Path | None) -> Source:
                 "run python -m train fit and give its heads folder with --checkpoint"
             )
     return Source(section["base"], section.get("revision"), exits, None)
-
-
-def describe(reference: dict[str, Any]) -> str:
-    """A line on a new reference model."""
-    from train.reference import Drift
-
-    drift = "drift not measured" if reference["drift"] is None else str(Drift(**reference["drift"]))
-    return (
-        f"the reference is a new model, not {reference['trained_from']['name']!r} but what training with "
-        f"model.backbone={reference['mode']} made of it: {drift}"
-    )
 
 
 def load_model(source: Source, dtype: str) -> EarlyExitModel:

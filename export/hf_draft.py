@@ -35,6 +35,7 @@ class DraftOptions:
     dtypes: tuple[str, ...] = ("float32",)
     device: str = "cpu"  # where the check runs
     overwrite: bool = False
+    reference: dict[str, Any] | None = None  # what exits.json says of a new reference model
 
 
 def check_forms(exits: Sequence[ExitConfig]) -> None:
@@ -100,7 +101,8 @@ def write_drafts(
             check_forms(model.exits)
             rows = [row.to(options.device) for row in calibration_rows(model.family.vocab_size, tokenizer)]
             expected, target = _own_logits(model, rows)
-            base = base_fingerprint(model.base)
+            # What training made of a base has no name of its own: the card tells where it comes from
+            base = options.reference["trained_from"] if options.reference else base_fingerprint(model.base)
             for e in model.exits:
                 name = e.name if len(options.dtypes) == 1 else f"{e.name}-{dtype}"
                 num_parameters = _write_model(folder / name, model, e, dtype_of(dtype), tokenizer)
@@ -116,6 +118,7 @@ def write_drafts(
                     path=options.folder / name,
                     agreement=None if tokenizer is None else _agreement(expected[e.name], target),
                     num_positions=sum(len(row) for row in rows),
+                    reference=options.reference,
                 )
                 (folder / name / "README.md").write_text(draft_card(facts))
                 report(f"{dtype}: {options.folder / name}, {num_parameters / 1e6:.1f} M parameters, error {error:.1e}")
@@ -155,7 +158,6 @@ def _write_model(folder: Path, model: EarlyExitModel, exit_: ExitConfig, dtype: 
     state = {k: v.to("cpu", dtype).contiguous() for k, v in _state(model, exit_, head).items()}
     folder.mkdir()
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)  # safetensors' private mode would shut other users out
     config.save_pretrained(folder)
     if base.generation_config is not None:
         base.generation_config.save_pretrained(folder)

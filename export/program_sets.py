@@ -19,7 +19,7 @@ from export.backends import BACKENDS
 from export.backends.backend import BuildJob
 from export.graphs import Graphs
 from export.programs import Program, Span
-from infer.artifact import ProgramSet, write_manifest
+from infer.artifact import Artifact, ProgramSet, write_manifest
 from infer.device import host_capability
 from infer.manifest import BuildInfo, Manifest, ProgramInfo
 
@@ -137,10 +137,11 @@ def serve_programs(
 ) -> served_tokens.ServedTokens:
     """Hold the tokens that the runtime serves to plain decoding's, in fp32 to Hugging Face's."""
     start = time.perf_counter()
-    manifest = write_manifest(folder, manifest)  # with what there is so far it is an artifact, which the runtime opens
+    # To the runtime this set is the whole artifact: to record and check all files for each would take ever longer
+    artifact = Artifact(folder, write_manifest(folder, manifest, within=f"programs/{build.folder_name}"))
     prompts = served_tokens.calibration_prompts(made.rows, manifest)
     asked = oracle if made.dtype == "float32" else None  # elsewhere rounding decides
-    served = served_tokens.check(folder, manifest, build, calls, prompts, asked)
+    served = served_tokens.check(artifact, build, calls, prompts, asked)
     who = ", ".join([*served.strategies, *(["transformers"] if asked else [])])
     report(
         f"{build.backend} {build.dtype}: the same {served.num_tokens} tokens by {who}; "

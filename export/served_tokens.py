@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from export.parity import MAX_ERROR, ParityError
+from infer.artifact import Artifact
 from infer.llm import LLM
 from infer.manifest import BuildInfo, Manifest
 from infer.output import check_whole
@@ -85,8 +85,7 @@ def calibration_prompts(rows: Sequence[Tensor], manifest: Manifest) -> list[list
 
 
 def check(
-    folder: Path,
-    manifest: Manifest,
+    artifact: Artifact,
     build: BuildInfo,
     programs: Mapping[str, Callable[..., Any]],
     prompts: Sequence[list[int]],
@@ -95,13 +94,14 @@ def check(
     """Decode `prompts` by every strategy; ParityError where a token is not the one that it must be.
 
     Args:
-        folder: an artifact that `Artifact.open` takes.
+        artifact: with a record of these programs' files at least.
         build, programs: what to run, loaded before.
         oracle: None: Hugging Face is not asked.
     """
+    manifest = artifact.manifest
     size = manifest.block_size
     llm = LLM(
-        folder,
+        artifact,
         PLAIN,
         backend=build.backend,
         dtype=build.dtype,

@@ -143,12 +143,15 @@ class Artifact:
         )
 
 
-def write_manifest(folder: str | os.PathLike[str], manifest: Manifest) -> Manifest:
-    """Record every file of `folder` and write hispec.json, last and at once: a folder without it is no artifact."""
+def write_manifest(folder: str | os.PathLike[str], manifest: Manifest, within: str = "") -> Manifest:
+    """Record every file of `folder` and write hispec.json, last and at once: a folder without it is no artifact.
+
+    within: record those below this folder alone, while others are still being built; `Artifact.open` refuses that.
+    """
     folder = Path(folder)
     temporary = folder / f"{MANIFEST}.tmp"
     temporary.unlink(missing_ok=True)
-    names = sorted(name for name in _file_names(folder) if name not in UNRECORDED)
+    names = sorted(n for n in _file_names(folder) if n not in UNRECORDED and PurePosixPath(n).is_relative_to(within))
     for name in names:
         _check_name(name)
     manifest = replace(manifest, files={name: _record(folder / name) for name in names})

@@ -19,7 +19,7 @@ PARITY = "parity.json"
 
 def print_artifact(artifact: Artifact, console: Console | None = None) -> None:
     """Base, tiers and exits, programs, what export's gates found, files, plan."""
-    console = console or Console(width=120)
+    console = console or Console(width=120, markup=False)  # what records say is text: pip install 'hispec[onnx]'
     _print_base(artifact, console)
     sets = artifact.programs()
     console.print(_tiers(artifact))
@@ -46,8 +46,19 @@ def _print_base(artifact: Artifact, console: Console) -> None:
         f"prompts in chunks of {limits.prefill_chunk}; ends at ids {manifest.eos_token_ids}"
     )
     provenance = manifest.provenance
+    if (reference := provenance.get("reference")) is not None:
+        console.print(_reference(reference))
     versions = ", ".join(f"{name} {version}" for name, version in (provenance.get("versions") or {}).items())
     console.print(f"made by {' '.join(provenance.get('argv') or ['?'])} (git {provenance.get('git')}; {versions})")
+
+
+def _reference(reference: Mapping[str, Any]) -> str:
+    drift = reference.get("drift")
+    far = "drift not measured"
+    if drift is not None:
+        far = f"KL {drift['kl']:.4f} nats from it, same token {drift['agreement']:.1%}, on {drift['num_labels']} labels"
+    made_of, mode = reference["trained_from"]["name"], reference["mode"]
+    return f"the target is a new model, made of {made_of!r} by training with model.backbone={mode}: {far}"
 
 
 def _tiers(artifact: Artifact) -> Table:
@@ -75,17 +86,18 @@ def _sets(sets: list[ProgramSet]) -> Table:
 
 
 def _programs(artifact: Artifact, programs: ProgramSet) -> Table:
-    """Sizes are those of the program's file, and of its weights where they stand beside it."""
+    """Sizes are those of the program's file, and of its weights where they have a file: other backends' programs hold
+    them, or share one."""
     build, files = programs.build, artifact.manifest.files
     table = _table(build.folder_name, "program", "KV layers", "same bits for tokens", "MB", "weights, MB", "products")
     for name, info in build.programs.items():
         size = files[f"programs/{build.folder_name}/{info.file}"].size
-        weights = None if build.backend == "inductor" else files.get(f"weights/{build.dtype}/{name}.safetensors")
+        weights = files.get(f"weights/{build.dtype}/{name}.safetensors") if build.backend == "eager" else None
         layers = "–".join(str(layer) for layer in dict.fromkeys([*info.kv_layers[:1], *info.kv_layers[-1:]])) or "–"
         bits = "not found" if info.bitwise_range is None else "{}–{}".format(*info.bitwise_range)
         kernels = ", ".join(f"{count} {kind}" for kind, count in info.num_kernels.items() if count) or "–"
         table.add_row(
-            name, layers, bits, _megabytes(size), "inside" if weights is None else _megabytes(weights.size), kernels
+            name, layers, bits, _megabytes(size), "–" if weights is None else _megabytes(weights.size), kernels
         )
     return table
 
@@ -146,7 +158,12 @@ def _print_plan(artifact: Artifact, console: Console) -> None:
     if not path.exists():
         console.print("no plan: python -m infer plan makes one; until then strategy auto decodes plainly")
         return
-    print_plan(Plan.from_json(path.read_text(encoding="utf-8"), artifact.manifest), console)
+    try:
+        plan = Plan.from_json(path.read_text(encoding="utf-8"), artifact.manifest)
+    except (ValueError, OSError) as error:  # the artifact is whole without it, and runs without it
+        console.print(f"{PLAN} can't be used: {error}")
+        return
+    print_plan(plan, console)
 
 
 def read_parity(artifact: Artifact) -> Mapping[str, Any]:

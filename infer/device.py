@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.metadata
 import platform
 from pathlib import Path
 
 import torch
+
+# By backend: packages beside PyTorch that run its programs. What a build.json names is looked for among these alone
+RUNTIME_PACKAGES = {"onnx": ("onnx", "onnxruntime")}
+DISTRIBUTIONS = {"onnxruntime": ("onnxruntime", "onnxruntime-gpu")}  # one module; others are called as their packages
 
 
 def check_device(device: str) -> None:
@@ -39,8 +43,10 @@ def processor_name(device: str = "cpu") -> str:
 
 
 def package_version(name: str) -> str | None:
-    """Of a package that can be imported, whatever its distribution is called (onnxruntime-gpu); None without it."""
-    try:
-        return str(importlib.import_module(name).__version__)
-    except ImportError:
-        return None
+    """Of one of RUNTIME_PACKAGES, as its distribution says: nothing is imported. None where it is not installed."""
+    for distribution in DISTRIBUTIONS.get(name, (name,)):
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None

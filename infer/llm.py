@@ -43,7 +43,7 @@ class LLM:
     """Generates with an exported model, exactly as its target alone would.
 
     Args:
-        artifact: folder that `python -m export` wrote.
+        artifact: folder that `python -m export` wrote; one that was opened before isn't checked again.
         strategy: one of `strategy.STRATEGIES`; `auto` follows the artifact's plan.json, which `python -m infer plan`
             writes, and is `autoregressive` without one that holds here: see `follow_plan`.
         backend: `inductor`, `eager`, `onnx`, or `auto` for the fastest that the artifact holds. Several with commas
@@ -78,7 +78,7 @@ class LLM:
 
     def __init__(
         self,
-        artifact: str | os.PathLike[str],
+        artifact: str | os.PathLike[str] | Artifact,
         strategy: str = "auto",
         *,
         backend: str = "auto",
@@ -125,7 +125,7 @@ class LLM:
         if not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization={gpu_memory_utilization} must lie in (0, 1]")
         check_device(device)
-        opened = Artifact.open(artifact)
+        opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
         self.manifest: Manifest = opened.manifest
         if max_num_seqs > self.manifest.limits.max_batch:
             raise ValueError(

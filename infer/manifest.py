@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 
 import torch
 
-from infer.device import host_capability, package_version
+from infer.device import RUNTIME_PACKAGES, host_capability, package_version
 from infer.records import load_json, read_record
 
 FORMAT_VERSION = 3  # 2: exits may read the target's state (`context`); 3: builds name their packages and weights
@@ -189,18 +189,27 @@ class BuildInfo:
 
     @classmethod
     def from_json(cls, text: str, where: str = "build.json") -> Self:
-        return read_record(cls, load_json(text, where, EXPORT_AGAIN), where, EXPORT_AGAIN)
+        build: Self = read_record(cls, load_json(text, where, EXPORT_AGAIN), where, EXPORT_AGAIN)
+        known = RUNTIME_PACKAGES.get(build.backend, ())
+        if unknown := sorted(build.versions.keys() - set(known)):
+            raise ValueError(
+                f"{where}: versions.{unknown[0]} is no package of backend {build.backend!r}, expected some of "
+                f"{list(known)}; {EXPORT_AGAIN}"
+            )
+        return build
 
     def misfits(self) -> list[str]:
         """What keeps these programs from running here, in words.
 
         Eager programs are as portable as PyTorch. ONNX models name an opset instead, which any later ONNX Runtime runs
-        on any machine; whether one is installed at all their loader says.
+        on any machine.
         """
         pairs = [] if self.backend == "onnx" else [("torch_version", self.torch_version, str(torch.__version__))]
         if self.backend in HARDWARE_BOUND:
             pairs += self._hardware()
         wrong = [f"{name} is {built} in the artifact, {here} here" for name, built, here in pairs if built != here]
+        if missing := [name for name in RUNTIME_PACKAGES.get(self.backend, ()) if package_version(name) is None]:
+            wrong.append(f"{' and '.join(missing)}, not installed here: pip install 'hispec[{self.backend}]'")
         return wrong + [
             f"{name} is {built} in the artifact, {here} here, which may be too old for it"
             for name, built, here in self._packages()

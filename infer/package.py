@@ -32,17 +32,19 @@ def check_package(path: Path, program: str) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             _check_members(path, archive.infolist())
-            for name in archive.namelist():
-                if name.endswith("_metadata.json"):
-                    _check_metadata(path, name, archive.read(name), program)
+            told = [_owner(path, n, archive.read(n)) for n in archive.namelist() if n.endswith("_metadata.json")]
+            names = set(told) - {None}  # not every member has it
+            for name in names or {None}:
+                check_owner(path, name, program)
     except (zipfile.BadZipFile, NotImplementedError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: no package that PyTorch could have written ({error}); {EXPORT_AGAIN}") from error
 
 
 def check_owner(path: Path, name: str | None, program: str) -> None:
-    """ValueError when a file names another program than the one that it stands for. Older exports name none."""
-    if name is not None and name != program:
-        raise ValueError(f"{path}: belongs to program {name!r}, but stands for {program!r}; {EXPORT_AGAIN}")
+    """ValueError unless the program that a file names is the one that it stands for; None: it names none."""
+    if name != program:
+        whose = "names no program" if name is None else f"belongs to program {name!r}"
+        raise ValueError(f"{path}: {whose}, but stands for {program!r}; {EXPORT_AGAIN}")
 
 
 def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
@@ -82,8 +84,10 @@ def _fault(member: zipfile.ZipInfo) -> str:
     return ""
 
 
-def _check_metadata(path: Path, member: str, content: bytes, program: str) -> None:
+def _owner(path: Path, member: str, content: bytes) -> str | None:
+    """The program that a metadata member names."""
     data = load_json(content.decode("utf-8"), f"{path}: {member}", EXPORT_AGAIN)
     if not isinstance(data, dict):
         raise ValueError(f"{path}: {member} is no JSON object; {EXPORT_AGAIN}")
-    check_owner(path, data.get(PROGRAM_KEY), program)
+    name = data.get(PROGRAM_KEY)
+    return name if name is None else str(name)

@@ -18,12 +18,12 @@ from typing import Self
 import torch
 
 from infer.artifact import PLAN, PLAN_TEMPORARY, Artifact
-from infer.device import host_capability, processor_name
+from infer.device import host_capability, package_version, processor_name
 from infer.manifest import MANIFEST, BuildInfo, Manifest
 from infer.records import MAX_JSON, load_json, read_record
 from infer.strategy import Policy, stages_of
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 2: conditions name the packages beside PyTorch
 PLAN_AGAIN = "make one with python -m infer plan ARTIFACT (see python -m infer plan --help)"
 
 
@@ -39,6 +39,7 @@ class Conditions:
     cuda_graphs: bool
     verification: str
     torch_version: str
+    versions: dict[str, str | None]  # installed packages that run the programs, as build.json names them
     processor: str
     capability: str
     num_cpus: int
@@ -55,6 +56,7 @@ class Conditions:
             cuda_graphs=cuda_graphs,
             verification=verification,
             torch_version=str(torch.__version__),
+            versions={name: package_version(name) for name in build.versions},
             processor=processor_name(build.device),
             capability=host_capability(build.device),
             num_cpus=os.cpu_count() or 1,

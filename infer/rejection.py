@@ -9,11 +9,12 @@ then distributed exactly as p alone would have it, so that p is the q of the nex
     target          the block together: accept as long a part of it as the product of the ratios pays for
                     (block verification: Sun et al., arXiv 2403.10444, Algorithm 2), never fewer tokens on average
 
-Both are exact as long as the decision to draft a further token looks at earlier tokens and what became of them, never
-at the token itself: stages stop by counts alone. What is looked up in a row's text follows from its committed tokens,
-so there q is 1 on the token x: it is kept with chance p(x), and what is left over p is p without x. Randomness is drawn
-anew for every decision, from a stream of the row's own, so that a row depends on its seed and strategy, but not on its
-neighbours.
+Both are exact as long as the decision to draft a further token looks at the tokens before it, at the laws up to the
+last of these and at what became of them, never at the further token itself. Stages stop by counts, and with a
+`confidence_threshold` by the judge's law at the place of its own token, which is there before anything is drafted
+behind it. What is looked up in a row's text follows from its committed tokens, so there q is 1 on the token x: it is
+kept with chance p(x), and what is left over p is p without x. Randomness is drawn anew for every decision, from a
+stream of the row's own, so that a row depends on its seed and strategy, but not on its neighbours.
 
 All laws stand over the whole vocabulary, zero where a trimmed exit has no id: 8 bytes × vocabulary for each token that
 waits for a judge. The mathematics (`token_chances` … `left_over`) is plain NumPy and runs over fractions as well, by

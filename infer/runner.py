@@ -245,8 +245,9 @@ class Runner:
     ) -> list[tuple[list[Row], list[range]]]:
         """Rows that have positions to compute, in runs whose rectangles stay within the program's bitwise range.
 
-        A span longer than the range is cut into pieces, each of which stands as a row of its own: keys are written
-        before they are read, so that pieces in one call or in successive ones give the same.
+        A span longer than the range is cut into pieces, each of which stands as a row of its own. Two pieces of a row
+        must not meet in one call: programs of the functional form read the pages as they were before it, and the later
+        piece would miss the earlier one's keys. They never do, as a piece of full length fills a call.
         """
         limit = bitwise_range[1] if bitwise_range else None
         todo, spans = list(rows), [range(start, len(row.token_ids)) for row, start in zip(rows, starts, strict=True)]
@@ -255,6 +256,7 @@ class Runner:
             pieces = [(row, piece) for row, span in zip(rows, spans, strict=True) for piece in cut(span, limit)]
             todo, spans = [row for row, _ in pieces], [piece for _, piece in pieces]
         runs = split_by_size(spans, limit)
+        assert len(todo) == len(rows) or all(len({id(todo[i]) for i in run}) == len(run) for run in runs), (spans, runs)
         if len(runs) == 1:
             return [(todo, spans)]
         return [([todo[i] for i in run], [spans[i] for i in run]) for run in runs]

@@ -28,6 +28,7 @@ from transformers import modeling_gguf_pytorch_utils as gguf_loader
 from transformers.utils import logging as transformers_logging
 
 from infer.tokenizer import has_tokenizer
+from train.whole_folder import open_to_readers
 
 EMBEDDED = "smollm2-135m"
 
@@ -173,8 +174,7 @@ def _embedded_folder() -> Path:
     unfinished = Path(tempfile.mkdtemp(prefix=f".{EMBEDDED}-", dir=root))
     try:
         _convert(gguf, unfinished)
-        unfinished.chmod(0o755)  # mkdtemp's and safetensors' private modes would shut others out of a shared cache
-        (unfinished / "model.safetensors").chmod(0o644)
+        open_to_readers(unfinished)  # the cache may be a shared one
         try:
             os.rename(unfinished, folder)
         except OSError:

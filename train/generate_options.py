@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from train.config_file import model_section
+from train.option_parser import OptionParser
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,11 +85,6 @@ class GenerateOptions:
         return number % self.shard[1] == self.shard[0]
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
 def _shard(text: str) -> tuple[int, int]:
     number, _, count = text.partition("/")
     if not (number.isdecimal() and count.isdecimal()):
@@ -99,7 +94,7 @@ def _shard(text: str) -> tuple[int, int]:
 
 def parse_options(argv: Sequence[str]) -> GenerateOptions:
     """Options from the command line; `--config` gives the base and its revision, as for `fit`."""
-    parser = _Parser(prog="python -m train generate", description="Make training text with the base model itself.")
+    parser = OptionParser(prog="python -m train generate", description="Make training text with the base model itself.")
     parser.add_argument("--config", type=Path, help="the YAML of `fit`; its model.base and model.revision are used")
     parser.add_argument("--base", help="smollm2-135m, a folder or a hub id; instead of --config")
     parser.add_argument("--revision", help="a hub id's revision")

@@ -7,11 +7,9 @@ model that trains. More than that is a fault of one of them.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
@@ -29,6 +27,7 @@ from train.engine_author import read_manifest
 from train.figures import TARGET, Figures
 from train.heads import ExitConfig
 from train.module import EarlyExitModule
+from train.option_parser import OptionParser
 
 # ---- options ----
 
@@ -50,14 +49,9 @@ class MeasureOptions:
             raise ValueError(f"--tolerance={self.tolerance:g} must be greater than 0 (points)")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
 def parse_options(argv: Sequence[str]) -> tuple[MeasureOptions, list[str]]:
     """Our own options, and the rest, which is for LightningCLI."""
-    parser = _Parser(
+    parser = OptionParser(
         prog="python -m train measure",
         description="Acceptance as validation counts it and as the engine does, on the same text.",
         epilog="All options of `python -m train fit` are taken too; model.warm_start names the exits.",

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from train.base_model import find_tokenizer, quiet
 from train.model import read_heads_record
+from train.option_parser import OptionParser
 from train.reference import base_of, load_reference
 from train.whole_folder import whole_folder
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m train merge", allow_abbrev=False, exit_on_error=False)
+    parser = OptionParser(prog="python -m train merge", allow_abbrev=False)
     parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="folder heads/ that `fit` wrote")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="model folder to write")
     parser.add_argument("--dtype", default="float32", help="of the weights: float32 (default), bfloat16 or float16")
-    try:
-        args = parser.parse_args(argv)
-    except argparse.ArgumentError as error:
-        raise ValueError(str(error)) from error
+    args = parser.parse_args(argv)
     if args.output.exists():
         raise ValueError(f"--output {args.output} exists: choose another folder")
     record = read_heads_record(args.checkpoint)

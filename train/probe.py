@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 import yaml
@@ -32,6 +32,7 @@ from train.depths import KINDS, Scores, exits_everywhere, fit_heads, score
 from train.heads import ExitConfig, HeadKind, choose_draft_vocab
 from train.measure import count
 from train.module import EarlyExitModule
+from train.option_parser import OptionParser
 from train.ridge import Fit
 
 _TUNING_SHARE = 5  # every fifth row to fit on chooses the ridge
@@ -54,14 +55,9 @@ class ProbeOptions:
             raise ValueError(f"--num_tokens={self.num_tokens} must be at least 1")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
 def parse_options(argv: Sequence[str]) -> tuple[ProbeOptions, list[str]]:
     """Our own options, and the rest, which is for LightningCLI."""
-    parser = _Parser(
+    parser = OptionParser(
         prog="python -m train probe",
         description="How good an exit would be at each depth, and which to train.",
         epilog="All options of `python -m train fit` are taken too: --config FILE, --model.base, --data.train_files, …",

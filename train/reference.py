@@ -129,6 +129,13 @@ def given_revision(base: Mapping[str, Any]) -> str | None:
     return base["revision"] if isinstance(resolve_base(base["name"]), str) else None
 
 
+def describe_reference(backbone: Mapping[str, Any]) -> str:
+    """What a new reference model was made of, and how far it is from that; `backbone` as in exits.json."""
+    drift = "drift not measured" if backbone["drift"] is None else str(Drift(**backbone["drift"]))
+    made_of, mode = backbone["trained_from"]["name"], backbone["mode"]
+    return f"{made_of!r} but what training with model.backbone={mode} made of it: {drift}"
+
+
 def marked(config: PreTrainedConfig, mode: Backbone, digest: str) -> PreTrainedConfig:
     """A copy of `config` that says which new reference it is of."""
     config = copy.deepcopy(config)

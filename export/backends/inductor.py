@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import re
 import shutil
+import signal
 import tempfile
 import time
 import zipfile
@@ -99,14 +100,23 @@ def _compile_all(jobs: Sequence[_Job], num_workers: int) -> Iterator[tuple[str, 
     spawn = multiprocessing.get_context("spawn")  # torch's threads don't survive a fork
     with (
         tempfile.TemporaryDirectory(prefix="hispec-inductor-") as cache,
-        ProcessPoolExecutor(num_workers, mp_context=spawn) as pool,
+        ProcessPoolExecutor(num_workers, mp_context=spawn, initializer=os.setpgrp) as pool,
     ):
         try:
             for done in as_completed([pool.submit(_compile, job, cache) for job in largest_first]):
                 yield done.result()
         except BaseException:
-            pool.shutdown(cancel_futures=True)
+            _stop(pool)
             raise
+
+
+def _stop(pool: ProcessPoolExecutor) -> None:
+    """End the workers and the compilers that they have started, for which leaving the pool would wait."""
+    for pid, process in list((pool._processes or {}).items()):
+        try:
+            os.killpg(pid, signal.SIGTERM)  # each is the first of its group (`initializer`)
+        except ProcessLookupError:  # not yet
+            process.terminate()
 
 
 def _compile(job: _Job, cache: str) -> tuple[str, float]:

@@ -1,5 +1,6 @@
 """Exits as plain Hugging Face models: the same numbers, the same text, and nothing half written."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from export import hf_draft
+from export import cli, hf_draft
 from export.cli import Source, load_model, main
 from export.hf_draft import DraftOptions, write_drafts
 from export.parity import ParityError
@@ -171,6 +172,35 @@ def test_the_card_tells_where_the_model_comes_from(source_of: Callable[..., Sour
     compile(text.split("```python\n")[1].split("```")[0], "card", "exec")
     saved = AutoTokenizer.from_pretrained(card.parent)
     assert saved("the river")["input_ids"] == make_tokenizer()("the river")["input_ids"]
+
+
+@pytest.mark.parametrize(("mode", "has_drift", "is_there"), [("lora", True, True), ("full", False, False)])
+def test_the_card_of_an_exit_over_a_new_reference_names_that_one_as_the_target(
+    mode: str,
+    has_drift: bool,
+    is_there: bool,
+    source_of: Callable[..., Source],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = source_of("llama", DRAFT, **TWO_LAYERS)
+    old = tmp_path / "old"
+    if is_there:
+        shutil.copytree(source.base, old)
+        (old / "README.md").write_text("---\nlicense: mit\n---\n")
+    drift = {"kl": 0.125, "agreement": 0.75, "base_loss": 2.0, "new_loss": 1.5, "num_labels": 99}
+    reference = {"mode": mode, "trained_from": {"name": str(old), "revision": None, "config_sha256": "0" * 64},
+                 "drift": drift if has_drift else None}  # fmt: skip
+    monkeypatch.setattr(cli, "read_source", lambda *_: source._replace(reference=reference))
+    monkeypatch.setattr(cli, "load_model", lambda _, dtype: load_model(source, dtype))
+    assert main(["--checkpoint", str(source.heads), "--hf-draft", str(tmp_path / "drafts")]) == 0
+    text = (tmp_path / "drafts" / "draft" / "README.md").read_text()
+    assert 'target = AutoModelForCausalLM.from_pretrained("FOLDER_OF_THE_REFERENCE")' in text
+    assert "train merge --checkpoint HEADS --output FOLDER_OF_THE_REFERENCE" in text
+    assert f"Its base is not '{old}' but what training with model.backbone={mode} made of it" in text
+    assert ("KL(base ‖ new) 0.1250 nats, same token 75.0%" in text) == has_drift
+    assert f"Licence of `{old}`: {'mit' if is_there else 'not known here'}" in text
+    assert f'from_pretrained("{source.base}"' not in text and f'from_pretrained("{old}"' not in text
 
 
 def test_both_kinds_of_output_in_one_run(

@@ -296,6 +296,15 @@ def test_swapped_models_are_told_though_the_records_fit(copied: Path) -> None:
         load_onnx(copied)
 
 
+def test_a_model_that_names_no_program_is_refused(copied: Path) -> None:
+    file = folder_of(copied) / "unembed.onnx"
+    model = onnx.load(file, load_external_data=False)
+    del model.metadata_props[:]
+    file.write_bytes(model.SerializeToString())
+    with pytest.raises(ValueError, match="names no program, but stands for 'unembed'"):
+        check_model(file, "unembed")
+
+
 def test_short_or_missing_data_are_errors_not_zeros(copied: Path) -> None:
     data = folder_of(copied) / DATA_FILE
     content = data.read_bytes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,14 +12,20 @@ from typing import Any
 import pytest
 import torch
 
-from export import parity, served_tokens
+from export import bitwise, parity, served_tokens
+from export.cli import Source, load_model
 from export.parity import ParityError
 from export.served_tokens import NUM_TOKENS, Oracle, ServedTokens, calibration_prompts
+from export.writer import ExportOptions, write_artifact
+from infer import artifact as artifact_folder
 from infer import judging
 from infer.artifact import Artifact
-from infer.manifest import Manifest
+from infer.manifest import FileRecord, Manifest
 from infer.verify import verify
-from tests.tiny_engine import hf_greedy
+from tests.tiny_engine import DEVICE, hf_greedy
+from tests.tiny_models import make_tiny_model
+from train.heads import ExitConfig
+from train.model import EarlyExitModel
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +52,7 @@ def oracle_of(made: Any) -> Oracle:
 
 
 def run(made: Any, prompts: list[list[int]], oracle: Oracle | None = None, **programs: Any) -> Any:
-    artifact = made.artifact
-    build, calls = made.program_set.build, made.programs | programs
-    return served_tokens.check(artifact.path, artifact.manifest, build, calls, prompts, oracle)
+    return served_tokens.check(made.artifact, made.program_set.build, made.programs | programs, prompts, oracle)
 
 
 def test_prompts_lie_around_the_edges_of_blocks_and_chunks(made: Any) -> None:
@@ -170,3 +175,25 @@ def test_the_widest_call_is_held_to_parity(made: Any) -> None:
     parity.check(broken, rows, reference, max_batch=15)
     with pytest.raises(ParityError):
         parity.check(broken, rows, reference, max_batch=16)
+
+
+def test_files_are_hashed_once_for_the_gate_and_once_at_the_end_however_many_sets_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed, record = Counter[str](), artifact_folder._record
+
+    def count(path: Path) -> FileRecord:
+        hashed["/".join(path.parts[-2:])] += 1
+        return record(path)
+
+    def make(dtype: str) -> EarlyExitModel:
+        return load_model(Source(str(tmp_path / "base"), None, [ExitConfig(name="draft", layer=1)], None), dtype)
+
+    make_tiny_model("llama", num_hidden_layers=2).save_pretrained(tmp_path / "base")
+    monkeypatch.setattr(artifact_folder, "_record", count)
+    monkeypatch.setattr(bitwise, "SHAPES", bitwise.SHAPES[:2])
+    write_artifact(make, None, ExportOptions(output=tmp_path / "a", dtypes=("float32", "bfloat16"), device=str(DEVICE)))
+    names = list(Manifest.from_json((tmp_path / "a" / "hispec.json").read_text()).files)
+    counts = {name: sum(n for end, n in hashed.items() if name.endswith(end)) for name in names if "/" in name}
+    assert counts == {name: 2 if name.startswith("programs/") else 1 for name in counts}
+    assert len({name.split("/")[1] for name in counts if name.startswith("programs/")}) == 2

@@ -1,3 +1,4 @@
+import importlib.metadata
 import json
 import os
 import platform
@@ -303,6 +304,47 @@ def test_of_several_backends_the_first_that_runs_here_is_taken_with_a_warning_th
     artifact = Artifact.open(write(tmp_path / "b" / "a", build("eager")))
     with pytest.warns(UserWarning, match="running eager float32 instead: .*no programs for backend='inductor'"):
         artifact.select("inductor,eager")
+
+
+def install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    """These distributions, and no others."""
+
+    def version(name: str) -> str:
+        if name.replace("-", "_") in versions:
+            return versions[name.replace("-", "_")]
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+
+
+@pytest.mark.parametrize(
+    ("there", "missing"),
+    [({"onnx": "1.19"}, "onnxruntime"), ({"onnxruntime": "1.23.0"}, "onnx"), ({}, "onnx and onnxruntime")],
+)
+def test_where_a_backends_package_is_missing_the_next_one_runs_and_auto_says_what_to_install(
+    tmp_path, monkeypatch, there, missing
+):
+    install(monkeypatch, **there)
+    onnx = build("onnx", versions={"onnxruntime": "1.23.0"})
+    artifact = Artifact.open(write(tmp_path / "a", build("eager"), onnx))
+    says = rf"[ :]{missing}, not installed here: pip install 'hispec\[onnx\]'"
+    with pytest.warns(UserWarning, match=f"running eager float32 instead.*{says}"):
+        assert artifact.select("onnx,eager").build == build("eager")
+    for backend in ("auto", "onnx"):
+        with pytest.raises(ValueError, match=f"{says}.*backend='onnx,eager' falls back"):
+            artifact.select(backend)
+
+
+@pytest.mark.parametrize("name", ["onnxruntime", "onnxruntime_gpu"])
+def test_onnxruntime_is_known_by_either_name_and_an_older_one_is_no_fit(tmp_path, monkeypatch, name):
+    onnx = build("onnx", versions={"onnxruntime": "1.23.0"})
+    artifact = Artifact.open(write(tmp_path / "a", build("eager"), onnx))
+    install(monkeypatch, onnx="1.19", **{name: "1.24.1"})
+    assert artifact.select("onnx,eager").build == onnx
+    assert "onnxruntime was 1.23.0, is 1.24.1" in onnx.unproved()
+    install(monkeypatch, onnx="1.19", **{name: "1.22.9"})
+    with pytest.warns(UserWarning, match=r"onnxruntime is 1\.23\.0 in the artifact, 1\.22\.9 here"):
+        assert artifact.select("onnx,eager").build == build("eager")
 
 
 def test_a_hard_link_is_the_file_that_it_is_but_never_written_through(folder, tmp_path):

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from infer.artifact import Artifact, write_manifest
 from infer.cli import main
@@ -52,3 +53,44 @@ def test_a_broken_report_is_one_line(artifact: Path, tmp_path: Path, capsys: pyt
     write_manifest(folder, Manifest.from_json((folder / "hispec.json").read_text()))
     assert main(["inspect", str(folder)]) == 2
     assert "parity.json: not valid JSON" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ['{"format_version": 0}', "{", '{"format_version": 2}'])
+def test_a_plan_that_cannot_be_read_is_told_and_the_rest_shown(
+    artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    folder = shutil.copytree(artifact, tmp_path / "artifact")
+    (folder / "plan.json").write_text(text)
+    shown = " ".join(lines_of(folder, capsys))
+    assert "files, all as recorded" in shown and "plan.json can't be used" in shown and "python -m infer plan" in shown
+
+
+def test_onnx_models_are_not_shown_with_eagers_weights_and_the_command_that_installs_its_package_is_whole(
+    artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(artifact, tmp_path / "artifact")
+    (path,) = folder.glob("programs/*/build.json")
+    build = replace(BuildInfo.from_json(path.read_text()), backend="onnx")
+    shutil.copytree(path.parent, folder / "programs" / build.folder_name)
+    (folder / "programs" / build.folder_name / "build.json").write_text(build.to_json())
+    write_manifest(folder, Manifest.from_json((folder / "hispec.json").read_text()))
+    monkeypatch.setattr("infer.manifest.package_version", lambda name: None)
+    monkeypatch.setattr("infer.artifact_report.Console", lambda width, **options: Console(width=400, **options))
+    lines = lines_of(folder, capsys)
+    trunks = [line for line in lines if line.startswith("target.trunk ")]
+    weights = f"{(folder / 'weights/float32/target.trunk.safetensors').stat().st_size / 1e6:.2f}"
+    assert [line.split()[-2] for line in trunks] == [weights, "–"], "eager, then onnx"
+    assert "not installed here: pip install 'hispec[onnx]'" in " ".join(lines)
+
+
+@pytest.mark.parametrize(("drift", "says"), [({"kl": 0.5, "agreement": 0.25, "num_labels": 7}, "KL 0.5000 nats"),
+                                             (None, "drift not measured")])  # fmt: skip
+def test_a_new_reference_is_told(
+    artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], drift: object, says: str
+) -> None:
+    folder = shutil.copytree(artifact, tmp_path / "artifact")
+    manifest = Manifest.from_json((folder / "hispec.json").read_text())
+    reference = {"mode": "lora", "trained_from": {"name": "old"}, "drift": drift}
+    write_manifest(folder, replace(manifest, provenance=manifest.provenance | {"reference": reference}))
+    text = " ".join(lines_of(folder, capsys))
+    assert "made of 'old' by training with model.backbone=lora" in text and says in text

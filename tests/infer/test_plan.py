@@ -168,7 +168,12 @@ def ignored(planned: Artifact, here: Conditions, *words: str) -> None:
 @pytest.mark.parametrize("field", [one.name for one in fields(Conditions)])
 def test_a_plan_for_other_conditions_is_set_aside_naming_them(planned: Artifact, loaded: LLM, field: str) -> None:
     before = getattr(loaded.conditions, field)
-    others = {bool: lambda: not before, int: lambda: before + 1, str: lambda: f"{before}-other"}
+    others = {
+        bool: lambda: not before,
+        int: lambda: before + 1,
+        str: lambda: f"{before}-other",
+        dict: lambda: {"onnxruntime": "0.1"},
+    }
     here = replace(loaded.conditions, **{field: others[type(before)]()})
     ignored(planned, here, f"{field} was {before!r} for it and is {getattr(here, field)!r} here")
 
@@ -187,10 +192,24 @@ def test_every_condition_is_that_of_the_model(artifact: Path, loaded: LLM) -> No
     assert here.num_threads == torch.get_num_threads()
 
 
+def test_a_plan_of_another_version_of_a_package_is_set_aside(
+    planned: Artifact, loaded: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = replace(loaded.build, backend="onnx", versions={"onnxruntime": "1.23.0"})
+
+    def here(version: str) -> Conditions:
+        monkeypatch.setattr("infer.plan.package_version", {"onnxruntime": version}.get)
+        return Conditions.here(planned, build, bitwise=True, cuda_graphs=False, verification="identity")
+
+    write_plan(planned.path, plan := make_plan(here("1.30.0")))
+    assert read_plan(planned, here("1.30.0")) == plan
+    ignored(planned, here("1.31.0"), "versions was {'onnxruntime': '1.30.0'} for it and is {'onnxruntime': '1.31.0'}")
+
+
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        (lambda data: data.update(format_version=99), "format_version=99, this HiSpec reads 1"),
+        (lambda data: data.update(format_version=99), "format_version=99, this HiSpec reads 2"),
         (lambda data: data.pop("sample"), "field 'sample' is missing"),
         (lambda data: data["entries"][0]["chosen"]["policy"].pop("window"), "field 'window' is missing"),
         (lambda data: data["entries"][0].update(batch_size="1"), "entries[0]: batch_size: got '1', expected int"),

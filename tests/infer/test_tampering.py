@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import stat
 import struct
@@ -21,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from infer import LLM
 from infer.artifact import Artifact, write_manifest
 from infer.backends import eager
+from infer.cli import main
 from infer.manifest import BuildInfo, Manifest
 from infer.package import PROGRAM_KEY, check_package
 from infer.plan import write_plan
@@ -183,6 +185,29 @@ def test_swapped_kv_layers_are_refused(folder: Path, no_loaders: None):
     refuse(folder, "intermediate.trunk takes kv_layers=[4, 5], expected [2, 3]", backend="eager")
 
 
+@pytest.mark.parametrize("backend", ["eager", "onnx"])
+@pytest.mark.parametrize("name", ["evil.x-1.payload", "evil", "os", "", "../evil"])
+def test_packages_that_a_record_names_are_never_imported(
+    folder: Path, no_loaders: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, backend: str
+):
+    """An artifact below the working folder is a package, of which Python would run any file."""
+    payload = tmp_path / "evil" / "x-1" / "payload.py"
+    payload.parent.mkdir(parents=True)
+    for path in (payload, tmp_path / "evil" / "__init__.py"):
+        path.write_text(f"import os; os.mkdir({str(tmp_path / 'was-run')!r}); __version__ = '1'")
+    monkeypatch.syspath_prepend(tmp_path)
+    (path,) = folder.glob("programs/eager-*/build.json")
+    build = replace(BuildInfo.from_json(path.read_text()), backend=backend, versions={name: "1"})
+    path.write_text(build.to_json())
+    path.parent.rename(path.parent.with_name(build.folder_name))
+    rehash(folder)
+    for command in (lambda: Artifact.open(folder).programs(), lambda: Artifact.open(folder).select(backend)):
+        with pytest.raises(ValueError, match=rf"versions\.{re.escape(name)} is no package of backend '{backend}'"):
+            command()
+    assert main(["inspect", str(folder)]) == 2
+    assert not (tmp_path / "was-run").exists()
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -218,7 +243,25 @@ def package(tmp_path: Path) -> Path:
 
 def test_a_package_as_pytorch_writes_it_passes(package: Path, tmp_path: Path):
     check_package(package, "a.trunk")
-    check_package(write_package(tmp_path / "old.pt2", None), "a.trunk")  # an export that wrote no names
+    twice = {"x/data/aotinductor/model/d_metadata.json": b"{}"}  # one that names it is enough
+    check_package(write_package(tmp_path / "b.pt2", "a.trunk", twice), "a.trunk")
+
+
+def test_a_package_that_names_no_program_is_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"names no program, but stands for 'a\.trunk'; .*python -m export"):
+        check_package(write_package(tmp_path / "a.pt2", None), "a.trunk")
+    bare = write_package(tmp_path / "b.pt2", "a.trunk")
+    with zipfile.ZipFile(bare, "w") as archive:
+        archive.writestr("x/archive_format", "pt2")
+    with pytest.raises(ValueError, match="names no program"):
+        check_package(bare, "a.trunk")
+
+
+def test_weights_that_name_no_program_are_refused_before_they_are_read(folder: Path, no_programs: None):
+    path = folder / "weights" / "float32" / "unembed.safetensors"
+    save_file(load_file(path), path)
+    rehash(folder)
+    refuse(folder, "unembed.safetensors", "names no program", backend="eager")
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,12 @@
 """What stands at the target is whole, before and after, whatever happens between."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from train.whole_folder import whole_folder
 
@@ -26,6 +29,26 @@ def test_a_folder_replaces_what_was_there_and_leaves_nothing_else(target: Path) 
     assert (target / "file").read_text() == "new"
     assert list(target.parent.iterdir()) == [target]
     assert target.stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.parametrize(("umask", "file", "folder"), [(0o022, 0o644, 0o755), (0o027, 0o640, 0o750)])
+def test_what_was_written_privately_can_be_read_by_others_as_far_as_the_umask_lets_them(
+    tmp_path: Path, umask: int, file: int, folder: int
+) -> None:
+    (tmp_path / "outside").touch(0o600)
+    before = os.umask(umask)
+    try:
+        with whole_folder(tmp_path / "target") as unfinished:
+            (unfinished / "weights").mkdir(0o700)
+            save_file({"w": torch.zeros(1)}, unfinished / "weights" / "w.safetensors")
+            shutil.copy(unfinished / "weights" / "w.safetensors", unfinished / "copy")
+            (unfinished / "link").symlink_to(tmp_path / "outside")
+        assert os.umask(umask) == umask
+    finally:
+        os.umask(before)
+    for name, mode in {"": folder, "weights": folder, "weights/w.safetensors": file, "copy": file}.items():
+        assert (tmp_path / "target" / name).stat().st_mode & 0o777 == mode, name
+    assert (tmp_path / "outside").stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize("where", ["block", "before_move"])

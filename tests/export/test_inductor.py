@@ -1,0 +1,44 @@
+"""How packages are compiled; what they compute is tested with the other backends'."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from export.backends import inductor
+from export.cli import _stopped_by_sigterm
+from tests.export.slow_compiler import SlowJob, compile_slowly
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_sigterm_ends_compilers_instead_of_waiting_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inductor, "_compile", compile_slowly)
+    jobs = [SlowJob(tmp_path / f"{number}.safetensors") for number in range(3)]
+    for job in jobs:
+        job.weights_file.touch()
+    sent = list[float]()
+
+    def stop_when_two_compile() -> None:
+        while len(list(tmp_path.glob("*.pids"))) < 2:
+            time.sleep(0.05)
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop_when_two_compile, daemon=True).start()
+    with pytest.raises(SystemExit), _stopped_by_sigterm():
+        list(inductor._compile_all(jobs, num_workers=2))  # type: ignore[arg-type]
+    assert time.monotonic() - sent[0] < 30, "it waited for compilers of 60 seconds"
+    pids = [int(pid) for file in tmp_path.glob("*.pids") for pid in file.read_text().split()]
+    assert len(pids) == 4
+    while any(map(is_running, pids)) and time.monotonic() - sent[0] < 30:
+        time.sleep(0.05)
+    assert not any(map(is_running, pids))
