@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import platform
 from pathlib import Path
 
@@ -15,6 +16,14 @@ def check_device(device: str) -> None:
         raise ValueError(f"device={device!r} must be 'cpu' or 'cuda' (choose one of several with CUDA_VISIBLE_DEVICES)")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda': PyTorch finds no GPU here; use device='cpu'")
+
+
+def check_packages(backend: str, install: str, *names: str) -> None:
+    """ValueError, with the command that installs them, when one of the packages of a backend is missing."""
+    if missing := [name for name in names if importlib.util.find_spec(name) is None]:
+        raise ValueError(
+            f"backend={backend!r} needs {' and '.join(missing)}, not installed here: {install}, or use another backend"
+        )
 
 
 def host_capability(device: str = "cpu") -> str:
