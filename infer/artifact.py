@@ -29,7 +29,8 @@ from infer.records import MAX_JSON
 PLAN = "plan.json"
 PLAN_TEMPORARY = f"{PLAN}.tmp"  # a planner that was killed may leave it
 UNRECORDED = frozenset({MANIFEST, PLAN, PLAN_TEMPORARY})
-AUTO_ORDER = ("inductor", "onnx", "eager")  # best first; SmolLM2-135M, fp32, one thread: onnx 18 tokens/s, eager 9
+# Best first; SmolLM2-135M, fp32, one thread: onnx 18 tokens/s, eager 9. Nobody has measured tensorrt yet.
+AUTO_ORDER = ("inductor", "tensorrt", "onnx", "eager")
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,11 @@ def host_capability(device: str = "cpu") -> str:
     return f"sm_{major}{minor}"
 
 
+def gpu_name(device: str = "cuda") -> str | None:
+    """What the maker calls the GPU that programs for `device` run on; None on CPU, and where there is no GPU."""
+    return torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else None
+
+
 def processor_name(device: str = "cpu") -> str:
     """What the maker calls the processor that programs for `device` run on; where nobody says, its architecture."""
     if device != "cpu":
