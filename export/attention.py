@@ -33,21 +33,22 @@ class Places(NamedTuple):
     """Where the functional form puts this call's entries in the gathered copy of their row's pages.
 
     Padding has no place there. It repeats another entry of its row: as many writes as there are tokens, and two to one
-    place say the same.
+    place say the same. Flat, since TensorRT's converter of `index_put` has no other indices of dynamic shape.
     """
 
-    rows: Tensor  # [B, 1] int64: 0 .. B-1
-    tokens: Tensor  # [B, T] int64: which of the row's tokens is put there
-    positions: Tensor  # [B, T] int64
+    rows: Tensor  # [B·T] int64
+    tokens: Tensor  # [B·T] int64: which of the row's tokens is put there
+    positions: Tensor  # [B·T] int64
 
     @classmethod
     def of(cls, positions: Tensor) -> Places:
         """positions [B, T], −1 for padding. A row that is all padding gets its first token at 0, which only it sees."""
         batch, length = positions.shape
-        rows = torch.arange(batch, device=positions.device).unsqueeze(1)
+        rows = torch.arange(batch, device=positions.device).unsqueeze(1).expand(batch, length)
         tokens = torch.arange(length, device=positions.device).expand(batch, length)
         tokens = torch.where(positions < 0, positions.argmax(dim=1, keepdim=True), tokens)
-        return cls(rows, tokens, positions.gather(1, tokens).clamp(min=0))
+        places = (rows, tokens, positions.gather(1, tokens).clamp(min=0))
+        return cls(*(_copy(indices).view(batch * length) for indices in places))
 
 
 class Pages(NamedTuple):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,27 @@ EXTRA_BLOCKS = (1, 4, 13, 40, 200)
 LOWS = (1, 2)  # least numbers of tokens in a call that are tried
 
 Results = Iterator[tuple[int, bool]]  # number of tokens in a call, whether every one had its own bits
+
+
+class WidestCall(NamedTuple):
+    """What `paged_range` asks of a program that must know its shapes before."""
+
+    rows: int
+    length: int
+    blocks_per_row: int
+    num_blocks: int
+
+
+def widest_call(block_size: int) -> WidestCall:
+    """The largest of each size, not of one call."""
+    shared, own = _blocks(block_size)
+    per_row = max(shared + own, CONTEXT // block_size + 1 + max(EXTRA_BLOCKS))
+    return WidestCall(MAX_TOKENS, MAX_TOKENS, per_row, 1 + shared + MAX_TOKENS * own)
+
+
+def _blocks(block_size: int) -> tuple[int, int]:
+    """How many blocks of cached positions all rows share, and how many each has of its own."""
+    return CONTEXT // block_size, -(-(CONTEXT % block_size + MAX_TOKENS) // block_size)
 
 
 @torch.no_grad()
@@ -54,7 +75,7 @@ def paged_range(
         num_layers: whose pages it takes.
     """
     size, device = page_shape[0], tokens.device
-    num_shared, num_own = CONTEXT // size, -(-(CONTEXT % size + MAX_TOKENS) // size)
+    num_shared, num_own = _blocks(size)
     generator = torch.Generator().manual_seed(0)
     shape = (1 + num_shared + MAX_TOKENS * num_own, *page_shape)
     kv = [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2 * num_layers)]

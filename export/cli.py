@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # torch and transformers take seconds, `--help` and a wrong o
     from train.heads import ExitConfig
     from train.model import EarlyExitModel
 
-BACKENDS = ("eager", "inductor", "onnx")  # of export.backends, whose import takes seconds
+BACKENDS = ("eager", "inductor", "onnx", "tensorrt")  # of export.backends, whose import takes seconds
 DTYPES = ("float32", "bfloat16")
 
 
@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         help="write each exit as a plain Hugging Face model, DIR/<exit>, for assistant_model; with or without --output",
     )
     parser.add_argument(
-        "--backend", default="inductor,eager", help="some of eager, inductor, onnx (default: %(default)s)"
+        "--backend", default="inductor,eager", help="some of eager, inductor, onnx, tensorrt (default: %(default)s)"
     )
     parser.add_argument("--dtype", default="float32", help="float32, bfloat16, or both (default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
@@ -106,12 +106,12 @@ def _parser() -> argparse.ArgumentParser:
 def _run(args: argparse.Namespace) -> int:
     if args.output is None:
         _refuse_options_of_artifacts(args)
-    if "tensorrt" in [part.strip() for part in args.backend.split(",")]:
-        from export.backends import tensorrt
-
-        tensorrt.check_runs_here()
     backends = _choices("--backend", args.backend, BACKENDS)
     dtypes = _choices("--dtype", args.dtype, DTYPES)
+    if "tensorrt" in backends:  # it can be had on few machines: asked before the seconds of the other imports
+        from export.backends import tensorrt
+
+        tensorrt.check_available(args.device, dtypes)
     args.workers = args.workers if args.workers is not None else 1 if args.autotune or args.device == "cuda" else 2
     if args.device != "cpu":  # with torch
         from infer.llm import check_device

@@ -10,7 +10,7 @@ from pathlib import Path
 # Bytes for each byte of a dtype's weights. Graphs and code are small beside them.
 _SCRATCH = 1  # the graphs' own weights, kept until all is built
 _COMPILING = 3  # per program set of inductor: objects, library and package while they are made
-_KEPT = 1  # per backend: weights, or packages with weights inside
+_KEPT = {"tensorrt": 2}  # per backend, 1 for the others: weights, or packages with weights inside; engines and models
 
 
 def check_space(output: Path, scratch: Path, weights: Sequence[int], backends: Sequence[str]) -> None:
@@ -23,7 +23,7 @@ def check_space(output: Path, scratch: Path, weights: Sequence[int], backends: S
     """
     compiling = _COMPILING * max(weights) if "inductor" in backends else 0  # a dtype's after the other's
     needs = [
-        (output, "--output", _KEPT * len(backends) * sum(weights)),
+        (output, "--output", sum(_KEPT.get(backend, 1) for backend in backends) * sum(weights)),
         (scratch, "the folder for temporary files (TMPDIR)", _SCRATCH * sum(weights) + compiling),
     ]
     totals: dict[int, int] = {}  # device → bytes: the two may lie on one disk

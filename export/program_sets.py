@@ -20,8 +20,8 @@ from export.backends.backend import BuildJob
 from export.graphs import Graphs
 from export.programs import Program, Span
 from infer.artifact import Artifact, ProgramSet, write_manifest
-from infer.device import host_capability
-from infer.manifest import BuildInfo, Manifest, ProgramInfo
+from infer.device import gpu_name, host_capability
+from infer.manifest import BuildInfo, Limits, Manifest, ProgramInfo
 
 if TYPE_CHECKING:
     from export.writer import ExportOptions
@@ -40,7 +40,12 @@ class Made:
 
 
 def build_programs(
-    backend: str, folder: Path, made: Made, options: ExportOptions, report: Callable[[str], None]
+    backend: str,
+    folder: Path,
+    made: Made,
+    limits: Limits,
+    options: ExportOptions,
+    report: Callable[[str], None],
 ) -> ProgramSet:
     """The programs of one backend and dtype in their folder."""
     module, start = BACKENDS[backend], time.perf_counter()
@@ -52,6 +57,7 @@ def build_programs(
         versions=module.versions(),
         machine=platform.machine(),
         cpu_capability=host_capability(options.device),
+        gpu_name=gpu_name(options.device),
         num_threads=torch.get_num_threads(),
         programs={
             p.name: ProgramInfo(
@@ -73,6 +79,7 @@ def build_programs(
         weights=folder / "weights" / made.dtype,
         device=options.device,
         dtype=made.dtype,
+        limits=limits,
         autotune=options.autotune,
         num_threads=build.num_threads,
         num_workers=options.num_workers,

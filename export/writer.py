@@ -123,7 +123,7 @@ def _write_contents(
             made = _export_graphs(model, make_model, dtype, Path(scratch), tokenizer, options, report)
             del model
             for backend in options.backends:
-                programs = build_programs(backend, folder, made, options, report)
+                programs = build_programs(backend, folder, made, manifest.limits, options, report)
                 name = programs.build.folder_name
                 calls = backends.load(Artifact(folder, manifest), programs)
                 tiers, build = measure_programs(programs, calls, made, manifest, report)

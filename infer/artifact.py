@@ -7,8 +7,9 @@ are not those of the manifest's tiers.
 What that is worth. Hashes tell what was damaged, cut, mixed up or added by mistake. They say nothing against somebody
 who can rewrite hispec.json: he writes new hashes too, and a program is code, whether machine code or a graph. So take
 artifacts only from whom you would take a program. What is noticed even with right hashes: another tier's program (its
-name stands in its package or weights, its KV layers in build.json), a package that holds more than code (`package`),
-records that contradict each other. A hard link counts as the file that it is, a symbolic one is refused.
+name stands in its package, model or weights, but in no TensorRT engine; its KV layers in build.json), a package that
+holds more than code (`package`), records that contradict each other. A hard link counts as the file that it is, a
+symbolic one is refused.
 
     artifact/hispec.json                        the Manifest, with one FileRecord for every other file but plan.json
     artifact/plan.json                          written later by `infer plan`, so it is the one file without a record
@@ -29,7 +30,8 @@ from infer.records import MAX_JSON
 PLAN = "plan.json"
 PLAN_TEMPORARY = f"{PLAN}.tmp"  # a planner that was killed may leave it
 UNRECORDED = frozenset({MANIFEST, PLAN, PLAN_TEMPORARY})
-AUTO_ORDER = ("inductor", "onnx", "eager")  # best first; SmolLM2-135M, fp32, one thread: onnx 18 tokens/s, eager 9
+# Best first; SmolLM2-135M, fp32, one thread: onnx 18 tokens/s, eager 9. Nobody has measured tensorrt yet.
+AUTO_ORDER = ("inductor", "tensorrt", "onnx", "eager")
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import platform
 from pathlib import Path
 
 import torch
 
 # By backend: packages beside PyTorch that run its programs. What a build.json names is looked for among these alone
-RUNTIME_PACKAGES = {"onnx": ("onnx", "onnxruntime")}
-DISTRIBUTIONS = {"onnxruntime": ("onnxruntime", "onnxruntime-gpu")}  # one module; others are called as their packages
+RUNTIME_PACKAGES = {"onnx": ("onnx", "onnxruntime"), "tensorrt": ("tensorrt",)}
+DISTRIBUTIONS = {  # of one module; others are called as their packages
+    "onnxruntime": ("onnxruntime", "onnxruntime-gpu"),
+    "tensorrt": ("tensorrt", "tensorrt-cu13", "tensorrt-cu12"),
+}
 
 
 def check_device(device: str) -> None:
@@ -19,6 +23,14 @@ def check_device(device: str) -> None:
         raise ValueError(f"device={device!r} must be 'cpu' or 'cuda' (choose one of several with CUDA_VISIBLE_DEVICES)")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda': PyTorch finds no GPU here; use device='cpu'")
+
+
+def check_packages(backend: str, install: str, *names: str) -> None:
+    """ValueError, with the command that installs them, when one of the packages of a backend is missing."""
+    if missing := [name for name in names if importlib.util.find_spec(name) is None]:
+        raise ValueError(
+            f"backend={backend!r} needs {' and '.join(missing)}, not installed here: {install}, or use another backend"
+        )
 
 
 def host_capability(device: str = "cpu") -> str:
@@ -30,6 +42,11 @@ def host_capability(device: str = "cpu") -> str:
         return "no CUDA device"
     major, minor = torch.cuda.get_device_capability()
     return f"sm_{major}{minor}"
+
+
+def gpu_name(device: str = "cuda") -> str | None:
+    """What the maker calls the GPU that programs for `device` run on; None on CPU, and where there is no GPU."""
+    return torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else None
 
 
 def processor_name(device: str = "cpu") -> str:

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 
 import torch
 
-from infer.device import RUNTIME_PACKAGES, host_capability, package_version
+from infer.device import RUNTIME_PACKAGES, gpu_name, host_capability, package_version
 from infer.records import load_json, read_record
 
 FORMAT_VERSION = 3  # 2: exits may read the target's state (`context`); 3: builds name their packages and weights
@@ -179,6 +179,7 @@ class BuildInfo:
     cpu_capability: str  # `host_capability(device)`: "AVX512+AMX", or "sm_90" on CUDA
     num_threads: int
     programs: dict[str, ProgramInfo]
+    gpu_name: str | None = None  # None: built for the CPU, or by an older HiSpec
 
     @property
     def folder_name(self) -> str:
@@ -202,14 +203,18 @@ class BuildInfo:
         """What keeps these programs from running here, in words.
 
         Eager programs are as portable as PyTorch. ONNX models name an opset instead, which any later ONNX Runtime runs
-        on any machine.
+        on any machine. A TensorRT engine is a plan for one model of GPU and one TensorRT, newer ones included.
         """
         pairs = [] if self.backend == "onnx" else [("torch_version", self.torch_version, str(torch.__version__))]
         if self.backend in HARDWARE_BOUND:
             pairs += self._hardware()
+        if self.backend == "tensorrt":
+            pairs += [("gpu_name", str(self.gpu_name), str(gpu_name(self.device))), *self._packages()]
         wrong = [f"{name} is {built} in the artifact, {here} here" for name, built, here in pairs if built != here]
         if missing := [name for name in RUNTIME_PACKAGES.get(self.backend, ()) if package_version(name) is None]:
             wrong.append(f"{' and '.join(missing)}, not installed here: pip install 'hispec[{self.backend}]'")
+        if self.backend == "tensorrt":
+            return wrong
         return wrong + [
             f"{name} is {built} in the artifact, {here} here, which may be too old for it"
             for name, built, here in self._packages()

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from export.attention import Form
 from export.graphs import Graphs
+from infer.manifest import Limits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,7 @@ class BuildJob:
     weights: Path  # the artifact's own weights/<dtype>, for what reads them there
     device: str
     dtype: str
+    limits: Limits  # of the calls, for what must know their shapes before
     autotune: bool
     num_threads: int
     num_workers: int  # programs that may compile at once

@@ -4,11 +4,16 @@ from collections.abc import Callable
 from typing import Any
 
 from infer.artifact import Artifact, ProgramSet
-from infer.backends import eager, inductor, onnx
+from infer.backends import eager, inductor, onnx, tensorrt
 
 CAPTURED = frozenset({"eager", "inductor"})  # by CUDA graphs; others have streams of their own
 
-_LOADERS = {"eager": eager.load_programs, "inductor": inductor.load_programs, "onnx": onnx.load_programs}
+_LOADERS = {
+    "eager": eager.load_programs,
+    "inductor": inductor.load_programs,
+    "onnx": onnx.load_programs,
+    "tensorrt": tensorrt.load_programs,
+}
 
 
 def load(artifact: Artifact, program_set: ProgramSet) -> dict[str, Callable[..., Any]]:

@@ -1,14 +1,11 @@
 """ONNX models run by ONNX Runtime, called as the other backends' programs are.
 
-A model is the functional form of a program: it returns its new keys and values, and the call writes them to the pages.
-Tensors are bound by address, so that neither weights nor pages nor results are copied; a call holds what it has bound.
+A model is the functional form of a program. Tensors are bound by address, so that neither weights nor pages nor results
+are copied; a call holds what it has bound.
 """
-
-# Shape legend: B rows, T query positions, M blocks per row, S block size, K kv heads, D hidden, E exit size, N tokens
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,6 +15,8 @@ import torch
 from torch import Tensor
 
 from infer.artifact import Artifact, ProgramSet
+from infer.backends.functional import FlatCall, PagedCall
+from infer.device import check_packages
 from infer.manifest import EXPORT_AGAIN
 from infer.package import PROGRAM_KEY, check_owner
 
@@ -25,14 +24,6 @@ DATA_FILE = "weights.bin"  # the weights of all models beside it
 INSTALL = "pip install 'hispec[onnx]'"
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 ELEMENT_TYPES = {torch.float32: 1, torch.int64: 7, torch.bfloat16: 16}  # onnx.TensorProto.DataType
-
-
-def check_packages(*names: str) -> None:
-    """ValueError when one of these packages is not installed."""
-    if missing := [name for name in names if importlib.util.find_spec(name) is None]:
-        raise ValueError(
-            f"backend='onnx' needs {' and '.join(missing)}, not installed here: {INSTALL}, or use another backend"
-        )
 
 
 def check_device(device: str) -> None:
@@ -48,7 +39,7 @@ def check_device(device: str) -> None:
 
 def load_programs(artifact: Artifact, program_set: ProgramSet) -> dict[str, Callable[..., Any]]:
     """Program name → a call over a session of its own."""
-    check_packages("onnx", "onnxruntime")
+    check_packages("onnx", INSTALL, "onnx", "onnxruntime")
     device = program_set.build.device
     check_device(device)
     calls = dict[str, Callable[..., Any]]()
@@ -56,7 +47,7 @@ def load_programs(artifact: Artifact, program_set: ProgramSet) -> dict[str, Call
         model_file = program_set.path / program.file
         check_model(model_file, name)
         session = _Session(model_file, device)
-        calls[name] = _PagedCall(session) if program.kv_layers else _FlatCall(session)
+        calls[name] = PagedCall(session) if program.kv_layers else FlatCall(session)
     return calls
 
 
@@ -149,34 +140,3 @@ class _Session:
         self._session.run_with_iobinding(binding)
         if self._device == "cuda":
             binding.synchronize_outputs()
-
-
-class _PagedCall:
-    """A trunk or a `layer` exit: (x, positions, slots, block_table, pages) → [B, T, D or E], pages written."""
-
-    def __init__(self, session: _Session) -> None:
-        self._session = session
-
-    def __call__(
-        self, x: Tensor, positions: Tensor, slots: Tensor, block_table: Tensor, pages: Sequence[Tensor]
-    ) -> Tensor:
-        shape = tuple(positions.shape)
-        states = pages[0].new_empty(*shape, self._session.width)
-        new = [page.new_empty(*shape, *page.shape[2:]) for page in pages]
-        given = [tensor.contiguous() for tensor in (x, positions, slots, block_table)]
-        self._session.run([*given, *pages], [states, *new])
-        for page, entries in zip(pages, new, strict=True):
-            page.view(-1, *page.shape[2:]).index_put_((slots,), entries)
-        return states
-
-
-class _FlatCall:
-    """An exit or an unembedding over single tokens: [N, D or E] → [N, E or V]."""
-
-    def __init__(self, session: _Session) -> None:
-        self._session = session
-
-    def __call__(self, states: Tensor) -> Tensor:
-        result = states.new_empty(len(states), self._session.width)
-        self._session.run([states.contiguous()], [result])
-        return result

@@ -15,8 +15,8 @@ import torch
 
 import export  # noqa: F401  sets MKL's mode before MKL starts
 from export import bitwise
-from export.backends.onnx import LEAST_EXTERNAL
 from export.cli import main
+from export.onnx_models import LEAST_EXTERNAL
 from export.programs import make_programs
 from export.writer import ExportOptions, write_artifact
 from infer import LLM, SamplingParams, backends
