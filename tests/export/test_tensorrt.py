@@ -202,6 +202,7 @@ def test_indices_of_the_functional_form_are_flat() -> None:
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_tensorrt.install_runtime(monkeypatch)
+    monkeypatch.setattr("infer.manifest.package_version", {"tensorrt": fake_tensorrt.VERSION}.get)
 
 
 @pytest.fixture
