@@ -131,8 +131,9 @@ def test_what_one_gate_stops_is_not_written(tmp_path: Path, monkeypatch: pytest.
     model = make_early_exit("llama", ALL_HEADS[:1], num_hidden_layers=2)
     seen: list[Manifest] = []
 
-    def stop(folder: Path, *_: Any) -> None:
-        seen.append(Artifact.open(folder).manifest)  # a whole artifact, though not moved yet
+    def stop(artifact: Artifact, *_: Any) -> None:
+        seen.append(artifact.manifest)
+        assert (artifact.path / "config.json").exists()  # all is there, though not moved yet
         raise ParityError("stopped")
 
     monkeypatch.setattr(served_tokens, "check", stop)
