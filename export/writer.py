@@ -190,7 +190,7 @@ def _manifest(model: EarlyExitModel, options: ExportOptions) -> Manifest:
             name=e.name,
             layer=e.layer,
             head=e.head,
-            vocab_size=len(model.draft_vocabs[e.name]) if e.name in model.draft_vocabs else None,
+            vocab_size=model.num_exit_ids(e.name),
             has_kv=e.has_layer,
             context=e.context,
         )

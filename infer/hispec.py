@@ -80,7 +80,6 @@ class Round:
         self.rule = rule or IdentityRule()
         self.stats = [TierStats() for _ in stages]
         self._verdicts: list[tuple[Row, int, int, int]] = []  # of this round: row, level, drafted, accepted
-        self._unsure: list[set[Row]] = [set() for _ in stages]  # by level: rows that it no longer repeats for
         self._batch = _Batch((), runner.device)
 
     @property
@@ -106,14 +105,14 @@ class Round:
     def _run_stage(self, rows: list[Row], level: int) -> None:
         if self.stages[level].lookup is not None:
             rows = self._look_up(rows, level)
-        self._unsure[level].clear()
+        unsure: set[Row] = set()
         for _ in range(self.stages[level].repeats):
-            rows = [row for row in rows if self._has_room(row, level) and row not in self._unsure[level]]
+            rows = [row for row in rows if self._has_room(row, level) and row not in unsure]
             if not rows:
                 return
             if level > 0:
                 self._run_stage(rows, level - 1)
-            self._judge(rows, level)
+            unsure = self._judge(rows, level)
 
     def _has_room(self, row: Row, level: int) -> bool:
         """Whether the stage may append a token: every stage above it must still be able to append its own."""
@@ -158,8 +157,9 @@ class Round:
         if rows:
             self.runner.score(rows, tier)
 
-    def _judge(self, rows: list[Row], level: int) -> None:
-        """Score what is new to the stage's tier, accept what the rule lets pass, append the judge's own token."""
+    def _judge(self, rows: list[Row], level: int) -> set[Row]:
+        """Score what is new to the stage's tier, accept what the rule lets pass, append the judge's own token; the rows
+        in which it is unsure of that one."""
         tier = self.stages[level].tier
         starts = [row.cursors[tier] for row in rows]  # each row's proposals begin one position further
         logits = self.runner.score(rows, tier)  # [N, V]
@@ -173,8 +173,8 @@ class Round:
             rows, level, is_target, processed, self.runner.vocabs[tier], self._batch.params, starts, counts, drafted
         )
         verdicts, is_broken = self.rule.judge(lines)
-        if self.stages[level].confidence_threshold:
-            self._note_unsure(lines, [accepted for accepted, _ in verdicts])
+        least = self.stages[level].confidence_threshold
+        unsure = _unsure(lines, [accepted for accepted, _ in verdicts], least) if least else set()
         first = 0
         for row, start, proposed, count, (accepted, own) in zip(rows, starts, drafted, counts, verdicts, strict=True):
             here = slice(first, first + count)
@@ -191,17 +191,7 @@ class Round:
                 row.append(0, tier)  # a lower exit's broken pick is just a bad guess
             if proposed:
                 self._verdicts.append((row, level, len(proposed), accepted))
-
-    def _note_unsure(self, lines: Lines, num_accepted: Sequence[int]) -> None:
-        """The rows in which the line of the judge's own token gives no id the probability that the stage asks for."""
-        first, own = 0, []
-        for count, accepted in zip(lines.counts, num_accepted, strict=True):
-            own.append(first + accepted)
-            first += count
-        logits = lines.logits[own].float()
-        surest = (logits.amax(dim=-1) - logits.logsumexp(dim=-1)).exp().tolist()
-        least = self.stages[lines.level].confidence_threshold
-        self._unsure[lines.level].update(row for row, sure in zip(lines.rows, surest, strict=True) if sure < least)
+        return unsure
 
     def _processed(self, logits: Tensor, starts: list[int], counts: list[int], tier: int) -> Tensor:
         """The logits after what the batch's rows ask for, given each row's own tokens before each position."""
@@ -211,6 +201,17 @@ class Round:
             batch.processors[tier] = Processors(rules, logits.shape[1], vocab, self.runner.device)
         texts = [row.token_ids for row in batch.rows]
         return batch.processors[tier].apply(logits, texts, starts, counts, _masks(batch.rows, starts, counts))
+
+
+def _unsure(lines: Lines, num_accepted: Sequence[int], least: float) -> set[Row]:
+    """The rows in which the line of the judge's own token gives no id the probability `least`."""
+    first, own = 0, []
+    for count, accepted in zip(lines.counts, num_accepted, strict=True):
+        own.append(first + accepted)
+        first += count
+    logits = lines.logits[own].float()
+    surest = (logits.amax(dim=-1) - logits.logsumexp(dim=-1)).exp().tolist()
+    return {row for row, sure in zip(lines.rows, surest, strict=True) if sure < least}
 
 
 def _masks(rows: Sequence[Row], starts: Sequence[int], counts: Sequence[int]) -> dict[int, Tensor]:

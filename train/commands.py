@@ -86,11 +86,7 @@ def run_measure(argv: Sequence[str]) -> int:
     module, data = cli.model, cli.datamodule
     if not module.is_warm:
         raise ValueError("measure: model.warm_start is not set: name the folder heads/ that the artifact was made of")
-    vocab_sizes = [
-        len(module.model.draft_vocabs[e.name]) if e.name in module.model.draft_vocabs else None
-        for e in module.model.exits
-    ]
-    manifest = measure.check_artifact(options.artifact, module.model.exits, vocab_sizes)
+    manifest = measure.check_artifact(options.artifact, module.model)
     check_base(manifest, options.artifact, cli.config.fit.model.base, cli.config.fit.model.revision)
     data.setup("fit")
     module.model.place(cli.trainer.strategy.root_device)

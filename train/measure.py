@@ -19,13 +19,13 @@ from infer.llm import LLM
 from infer.manifest import Manifest
 from infer.output import check_whole
 from infer.params import SamplingParams
-from infer.stats import TierStats
 from infer.strategy import Policy
+from infer.verify import mean_acceptance_length
 from train.batches import collate, widen
 from train.chat import Encoded
 from train.engine_author import read_manifest
 from train.figures import TARGET, Figures
-from train.heads import ExitConfig
+from train.model import EarlyExitModel
 from train.module import EarlyExitModule
 from train.option_parser import OptionParser
 
@@ -115,11 +115,8 @@ def measure(module: EarlyExitModule, llm: LLM, rows: Sequence[Encoded], max_new_
     llm.use("layerskip", Policy(num_draft_tokens=gamma))
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=max_new_tokens))
     check_whole(outputs)
-    served = TierStats.total(
-        TierStats(t.num_drafts, t.num_draft_tokens, t.num_accepted, list(t.accepted_lengths))
-        for output in outputs
-        for t in output.metrics.tiers
-    )
+    judged = [tier for output in outputs for tier in output.metrics.tiers]  # the target's alone
+    num_rounds = sum(tier.num_drafts for tier in judged)
     texts = [list(output.outputs[0].token_ids) for output in outputs]
     answered = [Encoded(p + t, [False] * len(p) + [True] * len(t)) for p, t in zip(prompts, texts, strict=True)]
     counted = count(module, answered).acceptance[draft, TARGET]
@@ -127,9 +124,9 @@ def measure(module: EarlyExitModule, llm: LLM, rows: Sequence[Encoded], max_new_
         exit=draft,
         num_tokens=sum(map(len, texts)),
         validated=counted.rates,
-        served=[sum(served.accepted_lengths[j + 1 :]) / max(1, served.num_drafts) for j in range(gamma)],
+        served=[sum(sum(t.accepted_lengths[j + 1 :]) for t in judged) / max(1, num_rounds) for j in range(gamma)],
         validated_length=counted.length,
-        served_length=1 + served.num_accepted / max(1, served.num_drafts),
+        served_length=mean_acceptance_length(sum(t.num_accepted for t in judged), num_rounds),
     )
 
 
@@ -137,11 +134,11 @@ def _prompt(row: Encoded) -> list[int]:
     return list(row.token_ids[: row.loss_mask.index(True)])
 
 
-def check_artifact(path: Path, exits: Sequence[ExitConfig], vocab_sizes: Sequence[int | None]) -> Manifest:
-    """Its manifest; ValueError unless the artifact has these exits."""
+def check_artifact(path: Path, model: EarlyExitModel) -> Manifest:
+    """Its manifest; ValueError unless the artifact has the model's exits."""
     manifest = read_manifest(path)
     have = [(e.name, e.layer, e.head, e.vocab_size, e.context) for e in manifest.exits if e.name != TARGET]
-    want = [(e.name, e.layer, e.head, size, e.context) for e, size in zip(exits, vocab_sizes, strict=True)]
+    want = [(e.name, e.layer, e.head, model.num_exit_ids(e.name), e.context) for e in model.exits]
     if have != want:
         raise ValueError(
             f"--artifact {path} has the exits {have} (name, layer, head, vocab_size, context), the config {want}: give "

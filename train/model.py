@@ -125,6 +125,10 @@ class EarlyExitModel(nn.Module):
         check_draft_vocab(name, ids, self.family.vocab_size, self.eos_token_ids)
         self.draft_vocabs[name] = ids.to(self.family.unembedding.device)
 
+    def num_exit_ids(self, name: str) -> int | None:
+        """How many ids the exit proposes; None: all."""
+        return len(self.draft_vocabs[name]) if name in self.draft_vocabs else None
+
     def missing_draft_vocabs(self) -> list[ExitConfig]:
         """Exits that ask for a trimmed vocabulary and have none yet."""
         return [e for e in self.exits if e.vocab_size is not None and e.name not in self.draft_vocabs]

@@ -109,9 +109,10 @@ def test_a_round_that_breaks_off_and_is_run_again_is_counted_once(strategy, faul
         judge = tiny.round._judge
 
         def break_off(rows, level):  # type: ignore[no-untyped-def]
-            judge(rows, level)
+            unsure = judge(rows, level)
             if level == len(tiny.round.stages) - 1:
                 raise fault([short.row])
+            return unsure
 
         if breaks:
             tiny.engine.add(short)

@@ -75,10 +75,11 @@ def test_a_round_that_breaks_off_leaves_no_scores(strategy, monkeypatch):
     calls = []
 
     def breaks_once(rows, level):
-        judge(rows, level)
+        unsure = judge(rows, level)
         calls.append(level)
         if len(calls) == 2 * len(tiny.round.stages):
             raise tiny_fault(rows[:1])
+        return unsure
 
     monkeypatch.setattr(tiny.round, "_judge", breaks_once)
     broken, whole = tiny.generate(ROWS[:2], ALL_RULES)
@@ -122,9 +123,10 @@ def test_an_interrupt_leaves_rows_that_can_go_on(monkeypatch):
     judge = tiny.round._judge
 
     def interrupted(rows, level):
-        judge(rows, level)
+        unsure = judge(rows, level)
         if level == len(tiny.round.stages) - 1:
             raise KeyboardInterrupt
+        return unsure
 
     with monkeypatch.context() as patch:
         patch.setattr(tiny.round, "_judge", interrupted)
