@@ -166,3 +166,16 @@ def split_by_size(spans: Sequence[range], limit: int | None) -> list[range]:
             start, wider = index, len(span)
         width = wider
     return [*runs, range(start, len(spans))]
+
+
+def runs_of(counts: Sequence[int], limit: int | None) -> list[range]:
+    """Cut numbers into runs [start, stop) whose sums are at most `limit`, a larger number alone; None: no limit."""
+    if limit is None:
+        return [range(len(counts))]
+    runs, start, total = [], 0, 0
+    for index, count in enumerate(counts):
+        if index > start and total + count > limit:
+            runs.append(range(start, index))
+            start, total = index, 0
+        total += count
+    return [*runs, range(start, len(counts))]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from infer.batch import RING_SIZE
+from infer.batch import RING_SIZE, runs_of
 from infer.judging import IdentityRule, Lines, Rule
 from infer.logprobs import score
 from infer.ngram import Lookup, NgramIndex
@@ -26,6 +26,8 @@ from infer.row import Row
 from infer.runner import ProgramError, Runner
 from infer.sampler import PickParams
 from infer.stats import TierStats
+
+_MAX_BATCHES = 16  # sets of rows judged together that are kept
 
 NAN_LOGITS = "the target's logits are not finite"
 NOTHING_ALLOWED = "allowed_token_ids, bad_words and min_tokens together leave no token to pick"
@@ -80,7 +82,7 @@ class Round:
         self.rule = rule or IdentityRule()
         self.stats = [TierStats() for _ in stages]
         self._verdicts: list[tuple[Row, int, int, int]] = []  # of this round: row, level, drafted, accepted
-        self._batch = _Batch((), runner.device)
+        self._batches: dict[tuple[Row, ...], _Batch] = {}
 
     @property
     def judging_tiers(self) -> list[int]:
@@ -138,7 +140,8 @@ class Round:
             num_free = max(0, row.max_len - len(row) - self._num_above(level))
             if tokens := row.ngrams.propose(row.token_ids, min(lookup.num_tokens, num_free)):
                 found[row] = tokens
-        self._catch_up([row for row in found if self._is_late(row, stage, lookup)], stage.tier)
+        if late := [row for row in found if self._is_late(row, stage, lookup)]:
+            self.runner.advance(late, stage.tier)
         for row, tokens in found.items():
             for token_id in tokens:
                 row.append(token_id)
@@ -152,25 +155,37 @@ class Round:
             return False
         return len(row) + lookup.num_tokens - row.exit_cursors[stage.tier] >= RING_SIZE
 
-    def _catch_up(self, rows: list[Row], tier: int) -> None:
-        """Once in many rounds, so a draft that nobody reads is cheaper than a way of its own."""
-        if rows:
-            self.runner.score(rows, tier)
-
     def _judge(self, rows: list[Row], level: int) -> set[Row]:
-        """Score what is new to the stage's tier, accept what the rule lets pass, append the judge's own token; the rows
-        in which it is unsure of that one."""
+        """Compute what is new to the stage's tier and rule on it; the rows in which the judge is unsure of its token.
+
+        As many whole rows at once as one call gives logits for, so that logits, which are large, are not copied.
+        """
         tier = self.stages[level].tier
         starts = [row.cursors[tier] for row in rows]  # each row's proposals begin one position further
-        logits = self.runner.score(rows, tier)  # [N, V]
         counts = [len(row.token_ids) - start for row, start in zip(rows, starts, strict=True)]
-        if self._batch.rows != rows:
-            self._batch = _Batch(rows, self.runner.device)
-        processed = self._processed(logits, starts, counts, tier) if self._batch.has_rules else logits
+        states = self.runner.advance(rows, tier)  # [N, E]
+        runs = runs_of(counts, self.runner.max_logits(tier))
+        if len(runs) == 1:
+            return self._rule_on(rows, level, starts, counts, self.runner.logits(tier, states))
+        unsure, first = set[Row](), 0
+        for run in runs:
+            here = slice(run.start, run.stop)
+            last = first + sum(counts[here])
+            logits = self.runner.logits(tier, states[first:last])
+            unsure |= self._rule_on(rows[here], level, starts[here], counts[here], logits)
+            first = last
+        return unsure
+
+    def _rule_on(self, rows: list[Row], level: int, starts: list[int], counts: list[int], logits: Tensor) -> set[Row]:
+        """Accept what the rule lets pass by logits [N, V] and append the judge's own token; the rows in which it is
+        unsure of that one."""
+        tier = self.stages[level].tier
+        batch = self._batch_of(rows)
+        processed = self._processed(batch, logits, starts, counts, tier) if batch.has_rules else logits
         drafted = [row.token_ids[start + 1 :] for row, start in zip(rows, starts, strict=True)]
         is_target = level == len(self.stages) - 1
         lines = Lines(
-            rows, level, is_target, processed, self.runner.vocabs[tier], self._batch.params, starts, counts, drafted
+            rows, level, is_target, processed, self.runner.vocabs[tier], batch.params, starts, counts, drafted
         )
         verdicts, is_broken = self.rule.judge(lines)
         least = self.stages[level].confidence_threshold
@@ -193,9 +208,17 @@ class Round:
                 self._verdicts.append((row, level, len(proposed), accepted))
         return unsure
 
-    def _processed(self, logits: Tensor, starts: list[int], counts: list[int], tier: int) -> Tensor:
+    def _batch_of(self, rows: list[Row]) -> _Batch:
+        key = tuple(rows)
+        batch = self._batches.get(key)
+        if batch is None:
+            if len(self._batches) == _MAX_BATCHES:
+                self._batches.clear()
+            batch = self._batches[key] = _Batch(rows, self.runner.device)
+        return batch
+
+    def _processed(self, batch: _Batch, logits: Tensor, starts: list[int], counts: list[int], tier: int) -> Tensor:
         """The logits after what the batch's rows ask for, given each row's own tokens before each position."""
-        batch = self._batch
         if tier not in batch.processors:
             rules, vocab = [row.rules for row in batch.rows], self.runner.vocabs[tier]
             batch.processors[tier] = Processors(rules, logits.shape[1], vocab, self.runner.device)

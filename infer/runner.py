@@ -168,16 +168,16 @@ class Runner:
         target = self.num_tiers - 1
         ids = torch.tensor(token_ids, device=self.device).split(_MAX_SCORED)
         for part, states in zip(ids, hidden[: len(token_ids)].split(_MAX_SCORED), strict=True):
-            logits = self._unembed(target, self._flat(self._exits[target], states))
+            logits = self.logits(target, self._flat(self._exits[target], states))
             row.scores.prompt += score(logits, part, row.scores.num_prompt)
 
     # ---- decoding ----
 
     @torch.inference_mode()
-    def score(self, rows: Sequence[Row], tier: int) -> Tensor:
-        """Bring tiers 0..tier to the rows' ends; logits [N, V] of `tier`'s exit for all positions it had not computed.
+    def advance(self, rows: Sequence[Row], tier: int) -> Tensor:
+        """Bring tiers 0..tier to the rows' ends; what `logits` takes, [N, E], for all positions new to `tier`.
 
-        Positions come row after row, each row's from its old cursor to its end; a trimmed exit gives [N, V'].
+        Positions come row after row, each row's from its old cursor to its end.
 
         Raises:
             ProgramError: a program over pages raised. Whatever is raised, the rows are left half computed.
@@ -186,8 +186,17 @@ class Runner:
         starts = [row.cursors[tier] for row in rows]
         for level in range(tier + 1):
             self._advance(rows, level)
-        states = self._exit_states(rows, tier, starts)
-        return self._unembed(tier, states)
+        return self._exit_states(rows, tier, starts)
+
+    @torch.inference_mode()
+    def logits(self, tier: int, states: Tensor) -> Tensor:
+        """[N, V] of `tier`'s exit for states [N, E] of `advance`; a trimmed exit gives [N, V']."""
+        return self._flat(self._unembeds[tier], states)
+
+    def max_logits(self, tier: int) -> int | None:
+        """Most lines of logits that one call gives; those of more are copied together. None: any number."""
+        bitwise_range = self._unembeds[tier][1]
+        return bitwise_range[1] if bitwise_range else None
 
     def _advance(self, rows: Sequence[Row], tier: int) -> None:
         """Run the trunk over each row's positions from its cursor to its end; states go to the tier's ring."""
@@ -231,9 +240,6 @@ class Runner:
                 row.exit_cursors[tier] = len(row.token_ids)
             return flat
         return self._flat(program, flat)
-
-    def _unembed(self, tier: int, states: Tensor) -> Tensor:
-        return self._flat(self._unembeds[tier], states)
 
     def _flat(self, program: Bound, states: Tensor) -> Tensor:
         run, bitwise_range, _, takes = program

@@ -312,10 +312,14 @@ def texts_of(family: str, prompts: Sequence[tuple[int, ...]], num_tokens: int) -
 
 def _rigged(rig: Rig) -> type[Runner]:
     class RiggedRunner(Runner):
-        def score(self, rows, tier):  # type: ignore[no-untyped-def]
+        def advance(self, rows, tier):  # type: ignore[no-untyped-def]
             starts = [row.cursors[tier] for row in rows]
-            logits = super().score(rows, tier)
-            cells = [(row, p) for row, start in zip(rows, starts, strict=True) for p in range(start + 1, len(row) + 1)]
+            self.cells = [(r, p) for r, start in zip(rows, starts, strict=True) for p in range(start + 1, len(r) + 1)]
+            return super().advance(rows, tier)
+
+        def logits(self, tier, states):  # type: ignore[no-untyped-def]
+            logits = super().logits(tier, states)
+            cells, self.cells = self.cells[: len(logits)], self.cells[len(logits) :]
             if tier == self.num_tiers - 1 and not getattr(rig, "rigs_target", False):
                 return logits
             return torch.stack([rig(row, tier, p, line) for (row, p), line in zip(cells, logits, strict=True)])

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infer.batch import RING_SIZE, cut, make_query, split_by_size, token_rectangle
+from infer.batch import RING_SIZE, cut, make_query, runs_of, split_by_size, token_rectangle
 from infer.params import SamplingParams
 from infer.row import Row
 
@@ -106,3 +106,15 @@ def test_split_by_size_cuts_only_where_it_must(lengths, limit):
     for run, after in pairwise(runs):
         together = lengths[run.start : after.start + 1]
         assert len(together) * max(together) > limit
+
+
+@given(counts=st.lists(st.integers(1, 9), min_size=1, max_size=12), limit=st.one_of(st.none(), st.integers(1, 30)))
+def test_runs_sum_up_to_the_limit_and_are_cut_only_where_they_must(counts, limit):
+    runs = runs_of(counts, limit)
+    assert [i for run in runs for i in run] == list(range(len(counts)))
+    totals = [sum(counts[i] for i in run) for run in runs]
+    if limit is None:
+        assert len(runs) == 1
+        return
+    assert all(total <= limit or len(run) == 1 for run, total in zip(runs, totals, strict=True))
+    assert all(total + counts[after.start] > limit for total, (_, after) in zip(totals, pairwise(runs)))

@@ -155,7 +155,7 @@ def test_a_row_with_wrong_numbers_reaches_no_program(harm: Callable[[Row], Any],
     tiny.runner._tables._kept.clear()  # else the row's table, seen before, is known
     refuse_calls(tiny)
     with pytest.raises(ProgramError) as error:
-        tiny.runner.score([request.row], 2)
+        tiny.runner.advance([request.row], 2)
     assert isinstance(error.value.__cause__, BorderError) and cause in str(error.value.__cause__)
     assert error.value.rows == [request.row]
 

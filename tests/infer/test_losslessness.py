@@ -99,6 +99,27 @@ def test_calls_split_at_the_bitwise_limit_give_the_same_tokens(strategy):
     assert [r.token_ids for r in tiny.generate(ROWS, greedy())] == [oracle("llama", p, NUM_TOKENS) for p in ROWS]
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_logits_are_of_whole_rows_and_never_copied_together(strategy):
+    tiny = Tiny(model_of(), strategy, Policy(num_draft_tokens=2, window=4), bitwise_range=(1, 6))
+    given = set[int]()
+    for tier, (program, *rest) in enumerate(tiny.runner._unembeds):
+
+        def recorded(states, program=program):
+            logits = program(states)
+            given.add(logits.data_ptr())
+            return logits
+
+        tiny.runner._unembeds[tier] = (recorded, *rest)
+    rule, seen = tiny.engine.round.rule, []
+    judge = rule.judge
+    rule.judge = lambda lines: seen.append(lines) or judge(lines)
+    assert [r.token_ids for r in tiny.generate(ROWS, greedy())] == [oracle("llama", p, NUM_TOKENS) for p in ROWS]
+    assert all(len(lines.logits) == sum(lines.counts) for lines in seen)
+    assert all(lines.logits.data_ptr() in given for lines in seen if sum(lines.counts) <= 6)
+    assert all(len(lines.rows) == 1 for lines in seen if sum(lines.counts) > 6)  # looked up: longer than a call
+
+
 def exits(*layers: int, head: str = "native") -> list[ExitConfig]:
     context = 3 if head == "linear_layer" else 0
     return [ExitConfig(name=f"exit{n}", layer=layer, head=head, context=context) for n, layer in enumerate(layers)]
