@@ -15,6 +15,8 @@ class PromptRow:
 
     id: str
     messages: list[dict[str, str]]
+    workload: str = ""  # name of its file
+    reference: str | None = None  # a right answer, where the file has one
 
     @property
     def text(self) -> str:
@@ -39,7 +41,15 @@ def read_prompts(path: Path) -> list[PromptRow]:
         if line.strip():
             where = f"{path}:{number}"
             record = {"prompt": line} if path.suffix == ".txt" else _parse(line, where)
-            rows.append(PromptRow(str(record.get("id", f"{path.stem}-{number}")), _messages(record, where)))
+            reference = record.get("reference")
+            rows.append(
+                PromptRow(
+                    id=str(record.get("id", f"{path.stem}-{number}")),
+                    messages=_messages(record, where),
+                    workload=path.stem,
+                    reference=reference if isinstance(reference, str) else None,
+                )
+            )
     if not rows:
         raise ValueError(f"{path}: no prompts in it")
     return rows
