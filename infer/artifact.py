@@ -24,6 +24,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Self
 
+import torch
+
 from infer.manifest import EXPORT_AGAIN, MANIFEST, BuildInfo, FileRecord, Manifest
 from infer.records import MAX_JSON
 
@@ -33,11 +35,20 @@ UNRECORDED = frozenset({MANIFEST, PLAN, PLAN_TEMPORARY})
 # Best first; SmolLM2-135M, fp32, one thread: onnx 18 tokens/s, eager 9. Nobody has measured tensorrt yet.
 AUTO_ORDER = ("inductor", "tensorrt", "onnx", "eager")
 
+JUST_IN_TIME = "compile"  # a backend that no artifact holds: eager's programs, compiled as they are loaded
+
 
 @dataclass(frozen=True, slots=True)
 class ProgramSet:
     path: Path
     build: BuildInfo
+
+    def to_compile(self) -> Self:
+        """Eager's programs as backend `compile` will run them: nothing that was measured of them holds then."""
+        assert self.build.backend == "eager", self.build.folder_name
+        programs = {name: replace(one, bitwise_range=None) for name, one in self.build.programs.items()}
+        threads = torch.get_num_threads()
+        return replace(self, build=replace(self.build, backend=JUST_IN_TIME, programs=programs, num_threads=threads))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +117,8 @@ class Artifact:
         raise ValueError(" ".join(faults))
 
     def _select(self, sets: Sequence[ProgramSet], backend: str, dtype: str | None, device: str) -> ProgramSet:
+        if backend == JUST_IN_TIME:
+            sets = [*sets, *(s.to_compile() for s in sets if s.build.backend == "eager")]
         found = [
             s
             for s in sets
@@ -127,18 +140,17 @@ class Artifact:
             if not candidate.build.misfits():
                 return candidate
         fitting = [s.build for s in sets if s.build.device == device and not s.build.misfits()]
-        hint = ""
+        hint, rebuild = "", self._rebuild(best.backend, best.dtype, device)
+        if any((s.build.backend, s.build.dtype) == ("eager", best.dtype) for s in sets if s.build in fitting):
+            rebuild = "" if best.backend == JUST_IN_TIME else rebuild  # what is missing stands outside of the artifact
         if fitting:
             other = fitting[0].backend
             hint = f" backend={other!r}, dtype={fitting[0].dtype!r} works here"
             hint += f", and backend='{best.backend},{other}' falls back to it." if other != best.backend else "."
-        raise ValueError(
-            f"{same_kind[-1].path}: {'; '.join(same_kind[-1].build.misfits())}. "
-            f"{self._rebuild(best.backend, best.dtype, device)}{hint}"
-        )
+        raise ValueError(f"{same_kind[-1].path}: {'; '.join(same_kind[-1].build.misfits())}. {rebuild}{hint}")
 
     def _rebuild(self, backend: str, dtype: str | None, device: str) -> str:
-        backend = AUTO_ORDER[0] if backend == "auto" else backend
+        backend = {"auto": AUTO_ORDER[0], JUST_IN_TIME: "eager"}.get(backend, backend)
         return (
             f"Build them here with python -m export --checkpoint DIR --output {self.path} "
             f"--backend {backend} --dtype {dtype or self.manifest.dtypes[0]} --device {device}."

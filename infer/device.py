@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import platform
+import shutil
 from pathlib import Path
 
 import torch
@@ -31,6 +33,16 @@ def check_packages(backend: str, install: str, *names: str) -> None:
         raise ValueError(
             f"backend={backend!r} needs {' and '.join(missing)}, not installed here: {install}, or use another backend"
         )
+
+
+def missing_compiler(device: str) -> str:
+    """What torch.compile lacks here to compile for `device`, and how to get it; empty if nothing."""
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        return f"the C++ compiler {compiler!r} is not on PATH: apt-get install g++, or set CXX to another compiler"
+    if device == "cuda" and importlib.util.find_spec("triton") is None:
+        return "triton, not installed here: pip install triton"
+    return ""
 
 
 def host_capability(device: str = "cpu") -> str:

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from infer import backends
-from infer.artifact import Artifact
+from infer.artifact import JUST_IN_TIME, Artifact
 from infer.blocks import BlockPool
 from infer.cuda_graphs import CudaCapture, with_graphs
 from infer.detokenizer import Detokenizer
@@ -48,6 +48,8 @@ class LLM:
             writes, and is `autoregressive` without one that holds here: see `follow_plan`.
         backend: `inductor`, `eager`, `onnx`, or `auto` for the fastest that the artifact holds. Several with commas
             between, as `inductor,eager`: the first that runs here, with a warning that says why none before it does.
+            `compile` has torch.compile compile eager's programs at every start, which takes minutes; nothing was
+            measured of the result, so `bitwise` holds no call back and a warning says so.
         dtype: `float32` or `bfloat16`, as exported; None takes the artifact's first.
         device: `cpu` or `cuda`, as exported.
         num_blocks: KV blocks in the pool; None sizes it to `max_num_seqs` rows at full length, at least one row, and
@@ -153,6 +155,13 @@ class LLM:
             warnings.warn(
                 f"{chosen.build.folder_name} was measured elsewhere ({'; '.join(unproved)}): identity of the last bits "
                 "is not proved here; export again to have it measured",
+                stacklevel=2,
+            )
+        if self.backend == JUST_IN_TIME and bitwise:
+            warnings.warn(
+                "backend='compile': in which calls such programs give a token the same bits is measured by nobody, so "
+                "a strategy may take another token than plain decoding where two logits lie within the last bits of "
+                "each other; bitwise=False says the same and silences this, backend='inductor' has it measured",
                 stacklevel=2,
             )
         self.tokenizer = load_tokenizer(opened.path)

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 
 import torch
 
-from infer.device import RUNTIME_PACKAGES, gpu_name, host_capability, package_version
+from infer.device import RUNTIME_PACKAGES, gpu_name, host_capability, missing_compiler, package_version
 from infer.records import load_json, read_record
 
 FORMAT_VERSION = 3  # 2: exits may read the target's state (`context`); 3: builds name their packages and weights
@@ -213,6 +213,8 @@ class BuildInfo:
         wrong = [f"{name} is {built} in the artifact, {here} here" for name, built, here in pairs if built != here]
         if missing := [name for name in RUNTIME_PACKAGES.get(self.backend, ()) if package_version(name) is None]:
             wrong.append(f"{' and '.join(missing)}, not installed here: pip install 'hispec[{self.backend}]'")
+        if self.backend == "compile" and (missing_here := missing_compiler(self.device)):
+            wrong.append(missing_here)
         if self.backend == "tensorrt":
             return wrong
         return wrong + [

@@ -3,16 +3,17 @@
 from collections.abc import Callable
 from typing import Any
 
-from infer.artifact import Artifact, ProgramSet
-from infer.backends import eager, inductor, onnx, tensorrt
+from infer.artifact import JUST_IN_TIME, Artifact, ProgramSet
+from infer.backends import compiled, eager, inductor, onnx, tensorrt
 
-CAPTURED = frozenset({"eager", "inductor"})  # by CUDA graphs; others have streams of their own
+CAPTURED = frozenset({"eager", "inductor", JUST_IN_TIME})  # by CUDA graphs; others have streams of their own
 
 _LOADERS = {
     "eager": eager.load_programs,
     "inductor": inductor.load_programs,
     "onnx": onnx.load_programs,
     "tensorrt": tensorrt.load_programs,
+    JUST_IN_TIME: compiled.load_programs,
 }
 
 

@@ -29,6 +29,16 @@ def load_programs(artifact: Artifact, program_set: ProgramSet) -> dict[str, Call
     Raises:
         ValueError: a file is another program's, before any tensor is read.
     """
+    graphs = load_graphs(artifact, program_set)
+    return {name: Call(graph.module(check_guards=False).forward) for name, graph in graphs.items()}
+
+
+def load_graphs(artifact: Artifact, program_set: ProgramSet) -> dict[str, ExportedProgram]:
+    """Program name → its graph over its weights.
+
+    Raises:
+        ValueError: a file is another program's, before any tensor is read.
+    """
     folder, build = artifact.path / "weights" / program_set.build.dtype, program_set.build
     weights = {name: folder / f"{name}.safetensors" for name in build.programs}
     for name, path in weights.items():
@@ -68,7 +78,7 @@ def _register_kernels(graph_file: Path) -> None:
     importlib.import_module("infer.triton_attention")
 
 
-def _load(graph_file: Path, weights_file: Path, device: str, num_pages: int) -> Callable[..., Any]:
+def _load(graph_file: Path, weights_file: Path, device: str, num_pages: int) -> ExportedProgram:
     tensors = load_file(weights_file, device)
     try:
         graph = read_graph(graph_file, tensors)
@@ -78,15 +88,14 @@ def _load(graph_file: Path, weights_file: Path, device: str, num_pages: int) -> 
     expected = _NUM_QUERY_INPUTS + num_pages if num_pages else 1
     if inputs != expected:
         raise ValueError(f"{graph_file}: takes {inputs} tensors, expected {expected}: another program; {EXPORT_AGAIN}")
-    return _Call(graph.module(check_guards=False))
+    return graph
 
 
-class _Call:
-    """Calls a module without autograd and without the module's hooks (they check what the runtime has checked)."""
+class Call:
+    """Calls a module's `forward` without autograd and without its hooks (they check what the runtime has checked)."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._forward = module.forward
-        self._module = module
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = forward
 
     def __call__(self, *args: Any) -> Any:
         with torch.no_grad():

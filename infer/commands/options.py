@@ -25,7 +25,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend",
         default="auto",
-        help="inductor, eager, onnx or auto (default); inductor,eager: the first that runs here",
+        help="inductor, eager, onnx or auto (default); inductor,eager: the first that runs here; compile: eager's "
+        "programs by torch.compile, at every start",
     )
     parser.add_argument("--dtype", help="float32 or bfloat16; default: the artifact's first")
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda, as exported")

@@ -4,12 +4,16 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from export.backends import inductor
 from export.cli import _stopped_by_sigterm
+from infer import backends
+from infer.mapped_pages import read_mappings
 from tests.export.slow_compiler import SlowJob, compile_slowly
 
 
@@ -18,6 +22,12 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def mapped_libraries() -> set[str]:
+    """Of packages: PyTorch unpacks each into a folder of its own."""
+    files = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    return {file for file in files if file.endswith(".wrapper.so")}
 
 
 def test_sigterm_ends_compilers_instead_of_waiting_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,3 +52,17 @@ def test_sigterm_ends_compilers_instead_of_waiting_for_them(tmp_path: Path, monk
     while any(map(is_running, pids)) and time.monotonic() - sent[0] < 30:
         time.sleep(0.05)
     assert not any(map(is_running, pids))
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux's /proc")
+def test_loaded_packages_hold_no_pages_of_their_libraries(exported: Callable[..., Any]) -> None:
+    """They have copied the weights out of them: in memory these would stand twice."""
+    made = exported("llama", "inductor")
+    before = mapped_libraries()
+    programs = backends.load(made.artifact, made.program_set)
+    new = mapped_libraries() - before
+    assert len(new) == len(programs)
+    mappings = [one for one in read_mappings({Path(file).name for file in new}) if one.file in new]
+    assert len(mappings) >= len(programs)
+    assert sum(one.resident for one in mappings) == 0, mappings
+    assert list(programs) == list(made.infos)
