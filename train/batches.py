@@ -4,7 +4,7 @@ A packed row is trained as if it stood alone: its positions begin at 0, its toke
 (`train.family.row_mask`), and its first token is no label, since nothing of its own predicts it.
 """
 
-# Shape legend: B rows or packed sequences, T tokens of the longest
+# Shape legend: B rows or packed sequences, T tokens of the longest, D hidden size, K exits
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ class Batch(NamedTuple):
     token_ids: Tensor  # [B, T] int64
     loss_mask: Tensor  # [B, T] bool, True: this token is a label (predicted at the position before it)
     positions: Tensor | None = None  # [B, T] int64, 0 where a packed row begins; None: every row begins at column 0
+    states: Tensor | None = None  # [K + 1, B, T, D] what `train.features` has kept of the K exits' inputs and the last
 
 
 def collate(rows: Sequence[Encoded]) -> Batch:
