@@ -21,6 +21,7 @@ from train.checkpoint import check_record, checkpoints_for, record_of
 from train.closed_form import fit_linear_parts
 from train.context import after_prompt
 from train.costs import check_costs, default_costs
+from train.features import FeatureCache
 from train.figures import Figures
 from train.heads import ExitConfig, choose_draft_vocab
 from train.labels import Labels, labels_of, losses_of
@@ -144,7 +145,7 @@ class EarlyExitModule(LightningModule):
             self._is_sharded = True
 
     def configure_callbacks(self) -> list[Callback]:
-        return checkpoints_for(self.trainer)
+        return [FeatureCache(), *checkpoints_for(self.trainer)]
 
     def configure_optimizers(self) -> Any:
         groups = self._parameter_groups()
