@@ -12,15 +12,16 @@ import hashlib
 import json
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from train.batches import Batch, bucket, collate, collate_packed, pack, widen
+from train.batches import Batch, bucket, collate, collate_packed, num_tokens, pack, widen
 from train.chat import Encoded
+from train.feature_files import FeatureFiles
 from train.formats import make_encoder
 from train.lint import Lint, check_row
 from train.resume import resumable
@@ -45,6 +46,9 @@ class DistillationDataModule(LightningDataModule):
         num_workers: processes that put batches together; 0 is right for text that fits in memory.
         val_fraction: share of rows held out, chosen by a hash of the row, so the same rows in every run.
         seed: of the order of rows.
+        feature_cache: a folder for the hidden states that the exits read (of `fit`, with a frozen base). They are
+            computed once, and later epochs and runs skip the base's forward pass: much disk for much time; the size is
+            told before it is written. Other rows, exits' depths or weights of the base need another folder.
         on_bad_row: `fail` stops and names the first bad rows, `python -m train lint` lists all; `skip` leaves them out.
             Either way `lints` counts them.
     """
@@ -63,6 +67,7 @@ class DistillationDataModule(LightningDataModule):
         num_workers: int = 0,
         val_fraction: float = 0.05,
         seed: int = 0,
+        feature_cache: str | None = None,
         on_bad_row: Literal["fail", "skip"] = "fail",
     ) -> None:
         super().__init__()
@@ -78,6 +83,8 @@ class DistillationDataModule(LightningDataModule):
         self.max_length, self.batch_size, self.num_workers = max_length, batch_size, num_workers
         self.packing, self.group_by_length = packing, group_by_length
         self.val_fraction, self.seed, self.on_bad_row = val_fraction, seed, on_bad_row
+        self.feature_cache = feature_cache
+        self.features: FeatureFiles | None = None  # of the run that goes on
         self.lints: list[Lint] = []
         self.train_rows: list[Encoded] = []
         self.val_rows: list[Encoded] = []
@@ -162,30 +169,48 @@ class DistillationDataModule(LightningDataModule):
 
     def _loader(self, rows: Sequence[Encoded]) -> DataLoader[Any]:
         # The items are whole batches, so that Lightning's own sampler for several ranks fits
-        ranks = self.trainer.world_size if self.trainer is not None else 1
-        limit = self.encoder.max_positions
-        batches: Sequence[Any]
-        if self.packing:
-            sequences = pack(rows, self.max_length, self.seed)
-            batches = bucket(sequences, self.batch_size, self.seed, multiple_of=ranks)
-        else:
-            length = _num_tokens if self.group_by_length else None
-            batches = bucket(rows, self.batch_size, self.seed, length=length, multiple_of=ranks)
         return DataLoader(
-            batches,  # type: ignore[arg-type]
+            self.batches(rows),  # type: ignore[arg-type]
             batch_size=1,
             num_workers=self.num_workers,
-            collate_fn=partial(_collate_one, self.packing, min(self.max_length, limit or self.max_length)),
+            collate_fn=partial(_collate_one, self._collation()),
         )
 
+    def batches(self, rows: Sequence[Encoded]) -> Sequence[Sequence[Sequence[Encoded]]]:
+        """Batches of sequences of rows: several in one with packing, else one."""
+        ranks = self.trainer.world_size if self.trainer is not None else 1
+        if self.packing:
+            return bucket(pack(rows, self.max_length, self.seed), self.batch_size, self.seed, multiple_of=ranks)
+        length = num_tokens if self.group_by_length else None
+        return bucket([[row] for row in rows], self.batch_size, self.seed, length=length, multiple_of=ranks)
 
-def _num_tokens(row: Encoded) -> int:
-    return len(row.token_ids)
+    def collate(self, sequences: Sequence[Sequence[Encoded]]) -> Batch:
+        """One of `batches`, without what the feature cache holds of it."""
+        return self._collation()._replace(features=None)(sequences)
+
+    def _collation(self) -> Collation:
+        limit = self.encoder.max_positions
+        return Collation(self.packing, min(self.max_length, limit or self.max_length), self.features)
 
 
-def _collate_one(packing: bool, limit: int, batches: list[Any]) -> Batch:
+class Collation(NamedTuple):
+    """How sequences of rows become a batch."""
+
+    packing: bool
+    limit: int  # tokens, beyond which no batch is widened
+    features: FeatureFiles | None
+
+    def __call__(self, sequences: Sequence[Sequence[Encoded]]) -> Batch:
+        batch = collate_packed(sequences) if self.packing else collate([row for (row,) in sequences])
+        batch = widen(batch, self.limit)
+        if self.features is None:
+            return batch
+        return batch._replace(kept=self.features.read(sequences, batch.token_ids.shape[1]))
+
+
+def _collate_one(collation: Collation, batches: list[Sequence[Sequence[Encoded]]]) -> Batch:
     (batch,) = batches
-    return widen(collate_packed(batch) if packing else collate(batch), limit)
+    return collation(batch)
 
 
 def _read_all(sources: Sequence[str]) -> list[Row]:

@@ -26,10 +26,11 @@ from transformers import AutoModelForCausalLM
 
 from train.backbone import Backbone, Lora
 from train.base_model import dtype_of
+from train.base_pass import NOTHING, Asked
 from train.heads import ExitConfig, exit_configs
 from train.layerskip import LayerSkip, exit_weights
 from train.linear_loss import CHUNK, Judge, Readout, exit_losses, text_loss
-from train.model import NOTHING, Asked, EarlyExitModel
+from train.model import EarlyExitModel
 
 GB = 10**9
 # Python with its libraries 0.57 GB; the rest are oneDNN's kernels and what the heap wastes, as seen on a CPU with

@@ -24,8 +24,9 @@ from transformers import PreTrainedModel
 
 from train.backbone import Backbone, Lora, add_adapters
 from train.base_model import base_fingerprint, ending_ids
+from train.base_pass import NOTHING, Asked, BasePass, hidden_after, prepare, run_base
 from train.context import context_states, tokens_back
-from train.family import DENSE_ATTENTION, Family, row_mask
+from train.family import Family
 from train.heads import ExitConfig, ExitHead, check_draft_vocab, check_exits, exit_configs
 from train.reference import Drift, write_reference
 from train.shards import whole
@@ -40,26 +41,6 @@ class ExitOutputs(NamedTuple):
     target: Tensor  # [B, T, E]
     exits: dict[str, Tensor]  # exit name → [B, T, E]
     depths: dict[int, Tensor]  # depth → [B, T, E] as the base itself reads it there; what was asked for
-
-
-class BasePass(NamedTuple):
-    """What the base has computed of a batch."""
-
-    positions: Tensor  # [B, T] int64
-    attention: dict[str, Tensor]  # what the attention function is to know of packed rows
-    below: list[Tensor]  # of each exit [B, T, D], before any norm
-    last: Tensor  # [B, T, D], the target's, before any norm
-    depths: dict[int, Tensor]  # depth → [B, T, D] before any norm, what was asked for
-
-
-class Asked(NamedTuple):
-    """What LayerSkip wants of a pass."""
-
-    depths: Sequence[int]  # whose states to give
-    dropped: Tensor  # [L, B] bool, which rows skip which layers
-
-
-NOTHING = Asked((), torch.zeros(0, 0, dtype=torch.bool))
 
 
 class EarlyExitModel(nn.Module):
@@ -151,22 +132,21 @@ class EarlyExitModel(nn.Module):
             draw: of the windows that say how far back it lies (`train.context.tokens_back`).
             asked: what else to give, and which layers to skip.
         """
-        passed = self.base_pass(token_ids, positions, asked)
+        return self.outputs(self.base_pass(token_ids, positions, asked), drafted, draw)
+
+    def base_pass(self, token_ids: Tensor, positions: Tensor | None = None, asked: Asked = NOTHING) -> BasePass:
+        """The base's part of `forward`, for heads that are to run several times."""
+        with self._unless_trained():
+            return run_base(self.family, [e.layer for e in self.exits], token_ids, positions, asked)
+
+    def outputs(
+        self, passed: BasePass, drafted: Tensor | None = None, draw: torch.Generator | None = None
+    ) -> ExitOutputs:
+        """The exits' part of `forward`."""
         back = tokens_back(passed.positions, drafted, self.longest_context, draw)
         target, num_layers = self.target_states(passed.last), self.family.num_layers
         depths = {d: target if d == num_layers else self.target_states(hidden) for d, hidden in passed.depths.items()}
         return ExitOutputs(target, self.exit_states(passed, back), depths)
-
-    def base_pass(self, token_ids: Tensor, positions: Tensor | None = None, asked: Asked = NOTHING) -> BasePass:
-        """The base's part of `forward`, for heads that are to run several times."""
-        positions, attention = self._prepare(token_ids, positions)
-        num_layers = self.family.num_layers
-        layers = sorted({*(e.layer for e in self.exits), *asked.depths, num_layers})
-        with self._unless_trained():
-            states = self._hidden_after(layers, token_ids, positions, attention, asked.dropped)
-            hidden = dict(zip(layers, states, strict=True))
-        below, depths = [hidden[e.layer] for e in self.exits], {depth: hidden[depth] for depth in asked.depths}
-        return BasePass(positions, attention, below, hidden[num_layers], depths)
 
     def _unless_trained(self) -> Any:
         """No gradients through a base that is frozen."""
@@ -193,47 +173,12 @@ class EarlyExitModel(nn.Module):
 
     def hidden_after(self, layers: Iterable[int], token_ids: Tensor) -> Iterator[Tensor]:
         """The base's hidden states [B, T, D] before any norm, after each number of `layers`, ascending."""
-        return self._hidden_after(layers, token_ids, *self._prepare(token_ids, None))
+        return hidden_after(self.family, layers, token_ids, *prepare(self.family, token_ids, None))
 
     def target_states(self, hidden: Tensor) -> Tensor:
         """After all layers: [.., D] → [.., E], ready to be unembedded."""
         with self._unless_trained():
             return self.family.project_out(self.family.final_norm()(hidden))
-
-    def _prepare(self, token_ids: Tensor, positions: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
-        """→ positions [B, T], and what the attention function is to know of packed rows."""
-        family = self.family
-        family.use_attention(DENSE_ATTENTION)
-        longest = token_ids.shape[1] if positions is None or family.sliding_window is None else int(positions.max()) + 1
-        if family.sliding_window is not None and longest > family.sliding_window:
-            raise ValueError(
-                f"a sequence of {longest} tokens is longer than the base's sliding window of "
-                f"{family.sliding_window}; set data.max_length to that or less"
-            )
-        if positions is not None:
-            return positions, {"visible": row_mask(positions)}
-        return torch.arange(token_ids.shape[1], device=token_ids.device).expand_as(token_ids), {}
-
-    def _hidden_after(
-        self,
-        layers: Iterable[int],
-        token_ids: Tensor,
-        positions: Tensor,
-        attention: Mapping[str, Tensor],
-        dropped: Tensor = NOTHING.dropped,
-    ) -> Iterator[Tensor]:
-        """dropped: [L, B] bool, rows that skip a layer; empty: none."""
-        hidden, depth = self.family.embed(token_ids, positions), 0
-        for layer in layers:
-            if len(dropped):
-                for n in range(depth, layer):
-                    after = self.family.run_layers(hidden, positions, n, n + 1, **attention)
-                    # Not left out of the computation: under DDP every parameter must get a gradient, if only zeros
-                    hidden = torch.where(dropped[n].to(hidden.device).view(-1, 1, 1), hidden, after)
-            else:
-                hidden = self.family.run_layers(hidden, positions, depth, layer, **attention)
-            depth = layer
-            yield hidden
 
     def unembed(self, states: Tensor) -> Tensor:
         """[.., E] → the whole vocabulary's logits [.., V]."""

@@ -1,12 +1,12 @@
 """Training the exits with Lightning: loss, weighting, validation figures; knows nothing of files or command lines."""
 
-# Shape legend: B rows, T tokens, N label positions of a batch, E size of the states that the unembedding reads
+# Shape legend: N label positions of a batch
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -15,31 +15,25 @@ from torch import Tensor
 
 from train.backbone import Backbone, Lora, check_backbone
 from train.base_model import dtype_of, load_base
+from train.base_pass import NOTHING, Asked, BasePass, pass_again
 from train.batches import Batch
 from train.checkpoint import check_record, checkpoints_for, record_of
 from train.closed_form import fit_linear_parts
-from train.context import after_prompt, always_back
+from train.context import after_prompt
 from train.costs import check_costs, default_costs
+from train.features import FeatureCache
 from train.figures import Figures
 from train.heads import ExitConfig, choose_draft_vocab
+from train.labels import Labels, labels_of, losses_of
 from train.layerskip import LayerSkip, dropped_rows, exit_weights
-from train.linear_loss import Judge, LossSum, Readout, exit_losses, text_loss, top_ids
-from train.model import NOTHING, Asked, EarlyExitModel, ExitOutputs
-from train.optimizer import lr_scale, parameter_groups
+from train.linear_loss import text_loss
+from train.model import EarlyExitModel
+from train.optimizer import lr_scale, parameter_groups, set_rates
 from train.resume import random_states, set_random_states
 from train.sharding import asks_for_shards
 from train.shards import shard
 from train.step import Step
-
-
-class Labels(NamedTuple):
-    """States at the positions that predict labels."""
-
-    ids: Tensor  # [N] int64, the labels themselves
-    target: Tensor  # [N, E]
-    exits: dict[str, Tensor]  # exit name → [N, E]
-    breaks: Tensor  # [N] bool, True where a new stretch of labels begins
-    depths: dict[int, Tensor]  # depth → [N, E], what LayerSkip's losses read
+from train.validation import count
 
 
 class EarlyExitModule(LightningModule):
@@ -151,7 +145,7 @@ class EarlyExitModule(LightningModule):
             self._is_sharded = True
 
     def configure_callbacks(self) -> list[Callback]:
-        return checkpoints_for(self.trainer)
+        return [FeatureCache(), *checkpoints_for(self.trainer)]
 
     def configure_optimizers(self) -> Any:
         groups = self._parameter_groups()
@@ -193,13 +187,7 @@ class EarlyExitModule(LightningModule):
         if self._closed_form_labels:
             self._fit_linear_parts()
         self._step.begin()
-        for scheduler in [self.lr_schedulers()]:
-            groups = self._parameter_groups()
-            scheduler.base_lrs = [group["lr"] for group in groups]
-            for group, own in zip(scheduler.optimizer.param_groups, groups, strict=True):
-                group["initial_lr"], group["betas"] = own["lr"], own["betas"]
-                group["lr"] = own["lr"] * self._lr_scale(scheduler.last_epoch)
-                group["weight_decay"] = own["weight_decay"]
+        set_rates(self.lr_schedulers(), self._parameter_groups(), self._lr_scale)
         if "step" in self._stopped:
             self._step.load_state(self._stopped["step"], self.model.trained())
         if "random" in self._stopped:
@@ -235,7 +223,7 @@ class EarlyExitModule(LightningModule):
             total = total + weight * text
             if depth == self.model.family.num_layers:
                 self.log("train/target/ce", text.detach() / max(1, num_labels), batch_size=num_labels)
-        for name, loss in self._losses_of(labels).items():
+        for name, loss in losses_of(self.model, labels).items():
             total = total + loss.total
             figures = {"loss": loss.total.detach(), **loss.terms}
             self.log_dict(
@@ -272,24 +260,14 @@ class EarlyExitModule(LightningModule):
 
     def labels(self, batch: Batch, draw: torch.Generator | None = None, asked: Asked = NOTHING) -> Labels:
         """The states that predict the batch's labels; the label at t is predicted at t − 1."""
-        outputs = self.model(batch.token_ids, batch.positions, after_prompt(batch.loss_mask), draw, asked)
-        return self._at_labels(batch, outputs)
+        passed = self._base_pass(batch, asked)
+        return labels_of(batch, self.model.outputs(passed, after_prompt(batch.loss_mask), draw))
 
-    def _at_labels(self, batch: Batch, outputs: ExitOutputs) -> Labels:
-        mask = batch.loss_mask[:, 1:]
-        begins = mask & ~batch.loss_mask[:, :-1]
-        pick = {name: states[:, :-1][mask] for name, states in outputs.exits.items()}
-        depths = {depth: states[:, :-1][mask] for depth, states in outputs.depths.items()}
-        return Labels(batch.token_ids[:, 1:][mask], outputs.target[:, :-1][mask], pick, begins[mask], depths)
-
-    def _losses_of(self, labels: Labels) -> dict[str, LossSum]:
-        """Exit name → its loss, summed over the labels."""
-        judge = Judge(labels.target, labels.ids, self.model.unembed)
-        readouts = {
-            e.name: Readout(e.training_loss, self.model.exit_unembedding(e.name), self.model.draft_vocabs.get(e.name))
-            for e in self.model.exits
-        }
-        return exit_losses(judge, readouts, labels.exits)
+    def _base_pass(self, batch: Batch, asked: Asked = NOTHING) -> BasePass:
+        """Of the base itself, or from the feature cache."""
+        if batch.kept is None:
+            return self.model.base_pass(batch.token_ids, batch.positions, asked)
+        return pass_again(self.model.family, batch.kept.hidden, batch.token_ids, batch.positions)
 
     # ---- validation ----
 
@@ -300,22 +278,7 @@ class EarlyExitModule(LightningModule):
         self.figures = self._new_figures()
 
     def validation_step(self, batch: Batch, _: int) -> None:
-        model, drafted = self.model, after_prompt(batch.loss_mask)
-        passed = model.base_pass(batch.token_ids, batch.positions)
-        target = model.target_states(passed.last)
-        picks: dict[str, list[Tensor]] = {e.name: [] for e in model.exits}
-        # The places of a window, whose contexts differ; the last one is that of all places without a context
-        for place in range(1, model.longest_context + 2):
-            back = always_back(passed.positions, drafted, place)
-            states = model.exit_states(passed, back, only_context=place > 1)
-            labels = self._at_labels(batch, ExitOutputs(target, states, {}))
-            if place == 1:
-                losses = self._losses_of(labels)
-                target_picks = top_ids(labels.target, model.unembed)
-            for name, own in labels.exits.items():
-                picks[name].append(top_ids(own, model.exit_unembedding(name), model.draft_vocabs.get(name)))
-        by_place = {name: torch.stack(own) for name, own in picks.items()}
-        self.figures.update(losses, {"target": target_picks, **by_place}, labels.breaks)
+        count(self.model, batch, self._base_pass(batch), self.figures)
 
     def on_validation_epoch_end(self) -> None:
         self._log_figures("val")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -28,3 +28,12 @@ def lr_scale(step: int, warmup_steps: int, num_steps: int) -> float:
         return (step + 1) / (warmup_steps + 1)
     left = 1 - (step - warmup_steps) / max(1, num_steps - warmup_steps)
     return 0.1 + 0.9 * max(0.0, left)
+
+
+def set_rates(scheduler: Any, groups: Sequence[dict[str, Any]], scale: Callable[[int], float]) -> None:
+    """What `parameter_groups` says holds from now on, whatever a checkpoint has put into optimizer and scheduler."""
+    scheduler.base_lrs = [group["lr"] for group in groups]
+    for group, own in zip(scheduler.optimizer.param_groups, groups, strict=True):
+        group["initial_lr"], group["betas"] = own["lr"], own["betas"]
+        group["lr"] = own["lr"] * scale(scheduler.last_epoch)
+        group["weight_decay"] = own["weight_decay"]

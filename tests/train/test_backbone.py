@@ -9,14 +9,15 @@ from lightning.pytorch import Trainer
 
 from tests.train.conftest import save_base
 from train.backbone import Lora, without_adapters
+from train.base_pass import Asked
 from train.batches import collate, collate_packed
 from train.chat import Encoded
 from train.data import DistillationDataModule
 from train.heads import ExitConfig
+from train.labels import losses_of
 from train.layerskip import LayerSkip
 from train.linear_loss import text_loss
 from train.losses import ExitLoss
-from train.model import Asked
 from train.module import EarlyExitModule
 
 NATIVE = ExitConfig(name="a", layer=1, head="native")
@@ -58,7 +59,7 @@ def exit_grads(module, only):
     if only == "text":
         loss = text_loss(labels.depths[num_layers], labels.ids, module.model.unembed)
     else:
-        loss = module._losses_of(labels)[only].total
+        loss = losses_of(module.model, labels)[only].total
     if not loss.requires_grad:
         return set()
     loss.backward()
@@ -136,7 +137,7 @@ def test_every_parameter_gets_a_gradient_even_from_rows_without_labels(base_fold
     asked = Asked([num_layers], torch.ones(num_layers, 1, dtype=torch.bool))
     labels = module.labels(collate([Encoded([5, 6, 7], [False] * 3)]), asked=asked)
     loss = text_loss(labels.depths[num_layers], labels.ids, module.model.unembed)
-    (loss + sum(own.total for own in module._losses_of(labels).values())).backward()
+    (loss + sum(own.total for own in losses_of(module.model, labels).values())).backward()
     assert [n for n, p in module.model.trained().items() if p.grad is None] == []
 
 

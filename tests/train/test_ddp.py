@@ -28,6 +28,19 @@ def kill(self, *_):
 EarlyExitModule.on_train_batch_end = kill
 sys.exit(main(sys.argv[1:]))
 """
+CACHED = """
+import sys
+from train.cli import main
+from train.module import EarlyExitModule
+
+plain = EarlyExitModule._base_pass
+def from_cache(self, batch, *rest):
+    assert batch.kept is not None
+    return plain(self, batch, *rest)
+
+EarlyExitModule._base_pass = from_cache
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 @pytest.fixture
@@ -82,6 +95,18 @@ def test_two_processes_equal_one_with_the_doubled_batch(flags, tmp_path):
         for name in ("exp_avg", "exp_avg_sq"):
             torch.testing.assert_close(moments[1][parameter][name], moments[0][parameter][name], atol=1e-6, rtol=1e-4)
     assert [e["name"] for e in read_heads_record(two / "heads")["exits"]] == ["a", "b", "c"]
+
+
+@pytest.mark.slow
+def test_two_processes_write_and_read_one_feature_cache(flags, tmp_path):
+    plain, cached, script = tmp_path / "plain", tmp_path / "cached", tmp_path / "cached.py"
+    script.write_text(CACHED)
+    run(["-m", "train", *flags, *options(plain, 2, 2)])
+    run([str(script), *flags, *options(cached, 2, 2), "--data.feature_cache", str(tmp_path / "cache")])
+    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["manifest.json", "states.bin"]
+    expected, found = (torch.load(folder / "last.ckpt", weights_only=True)["state_dict"] for folder in (plain, cached))
+    for name, weight in expected.items():
+        assert torch.equal(found[name], weight), name
 
 
 @pytest.mark.slow

@@ -93,6 +93,11 @@ def test_two_processes_with_shards_equal_one(config, tmp_path):
             continue
         torch.testing.assert_close(both["state_dict"][name], weight, atol=1e-5, rtol=0)
     assert [e["name"] for e in read_heads_record(two / "run" / "heads")["exits"]] == ["a", "b", "c", "d"]
+    cached = halves | {"data": halves["data"] | {"feature_cache": str(tmp_path / "cache")}}
+    fit(cached, tmp_path / "three", WATCHED, devices=2, strategy=STRATEGY)
+    again = torch.load(tmp_path / "three" / "run" / "last.ckpt", weights_only=True)["state_dict"]
+    for name, weight in both["state_dict"].items():
+        assert torch.equal(again[name], weight), name
     # what the sharded run leaves is what one process goes on from, and measures
     flags = ["--config", str(one / "config.yaml")]
     assert main(["validate", *flags, "--model.warm_start", str(two / "run" / "heads")]) == 0

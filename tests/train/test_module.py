@@ -12,6 +12,7 @@ from train.batches import collate, collate_packed
 from train.chat import Encoded
 from train.data import DistillationDataModule
 from train.heads import ExitConfig
+from train.labels import losses_of
 from train.losses import ExitLoss
 from train.module import EarlyExitModule
 
@@ -181,7 +182,7 @@ def test_every_base_layer_runs_once_for_all_exits(base_folder):
     runs = []
     for number, layer in enumerate(module.model.family.decoder.layers):
         layer.register_forward_hook(lambda *_, number=number: runs.append(number))
-    module._losses_of(module.labels(collate([Encoded([5, 6, 7], [False, True, True])])))
+    losses_of(module.model, module.labels(collate([Encoded([5, 6, 7], [False, True, True])])))
     assert runs == [0, 1, 2, 3, 4, 5]
 
 
@@ -196,7 +197,7 @@ def test_every_parameter_gets_a_gradient_even_from_rows_without_labels(base_fold
     for mask in ([False, True, True], [False, False, False]):
         labels = module.labels(collate([Encoded([5, 6, 7], mask)]))
         module.zero_grad()
-        sum(loss.total for loss in module._losses_of(labels).values()).backward()
+        sum(loss.total for loss in losses_of(module.model, labels).values()).backward()
         assert [n for n, p in module.named_parameters() if p.requires_grad and p.grad is None] == []
 
 
