@@ -8,6 +8,7 @@ import random
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -33,7 +34,7 @@ from infer.prefix_cache import PrefixCache
 from infer.processors import Rules
 from infer.request import Request
 from infer.runner import Program, Runner
-from infer.strategy import Policy, most_scored, rule_of, stages_of
+from infer.strategy import STRATEGIES, Policy, most_scored, rule_of, stages_of
 from infer.tokenizer import load_tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
@@ -65,6 +66,7 @@ class LLM:
         num_lookup_tokens, max_ngram, min_ngram: how many tokens are proposed out of a row's own text, and the most and
             fewest of its last tokens that are looked for there: vLLM's prompt_lookup_max and prompt_lookup_min.
         confidence_threshold: drafting stops early where the exit gives no id so much probability; 0 never does.
+        exit_threshold: of `adadecode`: the probability that an exit must give some id for the token to come from it.
         verification: `identity` gives sampled requests plain decoding's very tokens; `rejection` accepts more of them
             and gives plain decoding's law. Greedy requests get the same tokens by either. What `rejection` says to a
             seed depends on what was drafted, and so, with exits that read the target's state (`context`), on the prefix
@@ -98,6 +100,7 @@ class LLM:
         max_ngram: int = 4,
         min_ngram: int = 2,
         confidence_threshold: float = 0.0,
+        exit_threshold: float = 0.8,
         verification: str = "identity",
         seed: int | None = None,
         programs: Mapping[str, Program] | None = None,
@@ -110,6 +113,7 @@ class LLM:
             max_ngram=max_ngram,
             min_ngram=min_ngram,
             confidence_threshold=confidence_threshold,
+            exit_threshold=exit_threshold,
         )
         is_auto, strategy = strategy == "auto", "autoregressive" if strategy == "auto" else strategy
         for name, value, least in (
@@ -213,6 +217,15 @@ class LLM:
         runner = self.engine.runner
         if bitwise is not None and bitwise != runner.bitwise:
             runner.bind(self._graphed(bitwise), bitwise=bitwise)
+
+    def supported(self, policy: Policy) -> list[str]:
+        """The strategies that the artifact has the exits for, with queries within its limits."""
+        names = []
+        for name in STRATEGIES:
+            with suppress(ValueError):
+                stages_of(name, policy, self.manifest)
+                names.append(name)
+        return names
 
     def follow_plan(self, num_rows: int) -> None:
         """Take the plan's strategy for so many rows at once, if there is a plan and no request is running.

@@ -38,7 +38,15 @@ from train.model import EarlyExitModel
 
 DEVICE = torch.device(os.environ.get("HISPEC_TEST_DEVICE", "cpu"))  # pytest --device
 BLOCK_SIZE = 4
-STRATEGIES = ("autoregressive", "layerskip", "hispec", "prompt_lookup", "ngram_layerskip")
+STRATEGIES = (
+    "autoregressive",
+    "layerskip",
+    "hispec",
+    "hispec_paper",
+    "prompt_lookup",
+    "ngram_layerskip",
+    "adadecode",
+)
 # Lengths on, before and behind the edges of blocks of 4 and chunks of 8; the last ids repeat, as prompts do.
 PROMPTS = (
     (5, 9, 3),

@@ -66,7 +66,6 @@ def _compare(args: argparse.Namespace, sizes: list[int]) -> int:
     from infer.peers import PEERS, TransformersPeer
     from infer.report import print_bench
 
-    names = args.strategies.split(",")
     if args.prompts is None:
         raise ValueError("bench needs --prompts FILE: only --profile has some of its own")
     if args.identity_cost and not args.bitwise:
@@ -85,7 +84,7 @@ def _compare(args: argparse.Namespace, sizes: list[int]) -> int:
         options.need_seed(one, "bench")
     if peers and not all(options.is_plain(one) for one in each):
         raise ValueError("--peers decode greedily and freely to their own end: leave out all but --max-tokens")
-    here, llm = _prepare(args, names)
+    here, llm, names = _prepare(args)
     prompts = [options.token_ids(llm, row) for row in rows]
     peer = TransformersPeer(args.peer_model, llm.dtype, args.device) if peers else None
     try:
@@ -118,9 +117,9 @@ def _profile(args: argparse.Namespace, sizes: list[int]) -> int:
     from infer import profile
     from infer.report import print_profile
 
-    names, params, policy = args.strategies.split(","), sampling_params(args), options.policy_of(args)
+    params, policy = sampling_params(args), options.policy_of(args)
     rows = options.prompt_rows(args, profile.question_rows())
-    here, llm = _prepare(args, names)
+    here, llm, names = _prepare(args)
     prompts = [options.token_ids(llm, row) for row in rows]
     overheads = profile.measure_overhead(llm, names, sizes, policy)
     shares = profile.measure_shares(llm, prompts, names, sizes, params, policy)
@@ -133,20 +132,24 @@ def _profile(args: argparse.Namespace, sizes: list[int]) -> int:
     return 0
 
 
-def _prepare(args: argparse.Namespace, names: list[str]) -> tuple[Machine, LLM]:
-    """The machine, measured while nothing else runs, and then the model."""
+def _prepare(args: argparse.Namespace) -> tuple[Machine, LLM, list[str]]:
+    """The machine, measured while nothing else runs, then the model, and the strategies that are to run."""
     from infer.device import check_device
     from infer.machine import describe_machine, note_if_busy
+    from infer.strategy import paper_depths
 
     check_device(args.device)
     here = describe_machine(args.device)
     note_if_busy(here.load_average)
     llm = options.load_llm(args, "autoregressive")
-    for name in names:  # refuses unknown ones before any work
-        for verification in args.verifications.split(","):
+    names = options.strategy_names(args, llm)
+    for verification in args.verifications.split(","):  # refused before any work
+        for name in names:
             llm.use(name, options.policy_of(args), verification=verification)
     llm.use("autoregressive")
-    return here, llm
+    if "hispec_paper" in names and (note := paper_depths(llm.manifest)):
+        print(note, file=sys.stderr)
+    return here, llm, names
 
 
 def _write(args: argparse.Namespace, here: Machine, llm: LLM, figures: dict[str, Any]) -> None:
