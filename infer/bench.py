@@ -16,7 +16,7 @@ from infer.llm import LLM
 from infer.output import TierMetrics, check_whole
 from infer.params import SamplingParams
 from infer.peers import TransformersPeer
-from infer.strategy import Policy
+from infer.strategy import LOSSY, Policy
 from infer.verify import mean_acceptance_length
 
 BASELINE = "autoregressive"
@@ -189,6 +189,7 @@ def summary(results: Sequence[Result]) -> list[dict[str, Any]]:
         rows.append(
             {
                 "strategy": contender.name,
+                "is_lossy": contender.name in LOSSY,
                 "batch_size": contender.batch_size,
                 "temperature": contender.temperature,
                 "bitwise": contender.bitwise if contender.name != PEER else None,
@@ -203,8 +204,15 @@ def summary(results: Sequence[Result]) -> list[dict[str, Any]]:
                     tier: round(length, 3) for tier, length in result.acceptance.mean_lengths().items()
                 },
                 "num_identical": sum(a == b for a, b in zip(result.token_ids, baseline.token_ids, strict=True)),
+                "agreement": round(_agreement(result.token_ids, baseline.token_ids), 4),
                 "num_prompts": len(result.token_ids),
                 "num_tokens": sum(result.num_tokens),
             }
         )
     return rows
+
+
+def _agreement(texts: Sequence[Sequence[int]], plain: Sequence[Sequence[int]]) -> float:
+    """Share of plain decoding's tokens that stand at the same place in the other texts."""
+    num_equal = sum(a == b for text, other in zip(texts, plain, strict=True) for a, b in zip(text, other))
+    return num_equal / max(1, sum(map(len, plain)))

@@ -28,6 +28,7 @@ from infer.processors import Processors
 from infer.row import Row
 from infer.runner import ProgramError, Runner
 from infer.sampler import PickParams
+from infer.sprinter import Classifier
 from infer.stats import TierStats
 from infer.verify import Verdict
 
@@ -54,6 +55,7 @@ class Stage:
         exits: of the first stage, tiers from its own upwards: every token comes from the lowest of their exits that
             gives some id the probability `confidence_threshold`, and where none does, the row is left to the stage
             above without a token. Empty: from its own tier's exit.
+        classifier: of the first stage: says which of its tokens the target need not verify, so all is lossy.
     """
 
     tier: int
@@ -62,6 +64,7 @@ class Stage:
     lookup: Lookup | None = None
     confidence_threshold: float = 0.0
     exits: tuple[int, ...] = ()
+    classifier: Classifier | None = None
 
 
 class _Batch:
@@ -177,7 +180,8 @@ class Round:
         lines = self._lines(rows, level, tier, logits, starts)
         verdicts = self._rule(lines, tier, logits)
         least = self.stages[level].confidence_threshold
-        return _unsure(lines, [accepted for accepted, _ in verdicts], least) if least else set()
+        unsure = _unsure(lines, [accepted for accepted, _ in verdicts], least) if least else set()
+        return unsure | self.rule.doubted if self.rule.doubted else unsure
 
     def _choose_exit(self, rows: list[Row], level: int) -> set[Row]:
         """Append a token from the lowest of the stage's exits that is sure of one; the rows in which none is.

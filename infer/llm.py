@@ -22,7 +22,7 @@ from infer.device import check_device
 from infer.draft_vocab import read_draft_vocabs
 from infer.engine import Engine
 from infer.grammar import GrammarCompiler
-from infer.hispec import Round
+from infer.hispec import Round, Stage
 from infer.inputs import Prompt, as_list, encode
 from infer.logprobs import ScoreLog
 from infer.manifest import Manifest
@@ -34,7 +34,8 @@ from infer.prefix_cache import PrefixCache
 from infer.processors import Rules
 from infer.request import Request
 from infer.runner import Program, Runner
-from infer.strategy import STRATEGIES, Policy, most_scored, rule_of, stages_of
+from infer.sprinter import read_classifier
+from infer.strategy import LOSSY, STRATEGIES, Policy, most_scored, rule_of, stages_of
 from infer.tokenizer import load_tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
@@ -71,6 +72,7 @@ class LLM:
             and gives plain decoding's law. Greedy requests get the same tokens by either. What `rejection` says to a
             seed depends on what was drafted, and so, with exits that read the target's state (`context`), on the prefix
             cache and on preemption too, which change what they are given.
+        allow_lossy: strategies may be chosen that do not give the target's own texts: `sprinter`.
         seed: draws the seeds of requests that bring none; None draws them from the system.
         programs: those that these options choose, loaded before by `backends.load`; None loads them.
 
@@ -102,6 +104,7 @@ class LLM:
         confidence_threshold: float = 0.0,
         exit_threshold: float = 0.8,
         verification: str = "identity",
+        allow_lossy: bool = False,
         seed: int | None = None,
         programs: Mapping[str, Program] | None = None,
     ) -> None:
@@ -123,7 +126,7 @@ class LLM:
         ):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
-        for name, flag in (("bitwise", bitwise), ("enforce_eager", enforce_eager)):
+        for name, flag in (("bitwise", bitwise), ("enforce_eager", enforce_eager), ("allow_lossy", allow_lossy)):
             if not isinstance(flag, bool):
                 raise ValueError(f"{name}={flag!r} must be True or False")
         if not 0 < gpu_memory_utilization <= 1:
@@ -135,10 +138,11 @@ class LLM:
             raise ValueError(
                 f"max_num_seqs={max_num_seqs}: the artifact allows at most {self.manifest.limits.max_batch}"
             )
-        stages = stages_of(strategy, policy, self.manifest)
+        self.artifact, self.allow_lossy = opened, allow_lossy
+        stages = self._stages(strategy, policy)
         rule = rule_of(verification, stages, self.manifest)
         chosen = opened.select(backend, dtype, device)
-        self.artifact, self.build = opened, chosen.build
+        self.build = chosen.build
         self.backend, self.dtype = chosen.build.backend, chosen.build.dtype
         torch_dtype = getattr(torch, self.dtype)
         has_graphs = device == "cuda" and not enforce_eager and self.backend in backends.CAPTURED
@@ -219,11 +223,11 @@ class LLM:
             runner.bind(self._graphed(bitwise), bitwise=bitwise)
 
     def supported(self, policy: Policy) -> list[str]:
-        """The strategies that the artifact has the exits for, with queries within its limits."""
+        """The strategies that the artifact has the exits for, with queries within its limits; lossy ones if allowed."""
         names = []
         for name in STRATEGIES:
             with suppress(ValueError):
-                stages_of(name, policy, self.manifest)
+                self._stages(name, policy)
                 names.append(name)
         return names
 
@@ -387,8 +391,18 @@ class LLM:
             for request in requests:
                 self.engine.abort(request.request_id)
 
+    def _stages(self, strategy: str, policy: Policy) -> list[Stage]:
+        if strategy in LOSSY and not self.allow_lossy:
+            raise ValueError(
+                f"strategy={strategy!r} is lossy: it keeps tokens that the target has not verified; give "
+                "allow_lossy=True (--allow-lossy) if you want that, or take another strategy: all others are exact"
+            )
+        return stages_of(
+            strategy, policy, self.manifest, read_classifier(self.artifact) if strategy == "sprinter" else None
+        )
+
     def _switch(self, strategy: str, policy: Policy, verification: str) -> None:
-        stages = stages_of(strategy, policy, self.manifest)
+        stages = self._stages(strategy, policy)
         rule = rule_of(verification, stages, self.manifest)
         if self.engine.has_unfinished:
             raise ValueError("requests are running: finish or close their stream before choosing another strategy")

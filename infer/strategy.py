@@ -7,6 +7,7 @@ hispec_paper      the same with the paper's own numbers: exits at 1/8 and 1/4 of
 prompt_lookup     no exit: up to k tokens are looked up in the row's own text (`ngram`), the target verifies them
 ngram_layerskip   the same, and layerskip in rows whose text has nothing to propose
 adadecode         each token from the lowest exit that is sure of it, the target where none is (arXiv 2506.03700)
+sprinter          LOSSY: one lower exit drafts, a classifier says when to call the target (`sprinter`, arXiv 2502.04557)
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from infer.judging import IdentityRule, Rule
 from infer.manifest import Manifest
 from infer.ngram import Lookup
 from infer.rejection import RejectionRule
+from infer.sprinter import FIT_AGAIN, Classifier, SprinterRule
 
 STRATEGIES = (
     "autoregressive",
@@ -30,7 +32,9 @@ STRATEGIES = (
     "prompt_lookup",
     "ngram_layerskip",
     "adadecode",
+    "sprinter",
 )
+LOSSY = frozenset({"sprinter"})
 VERIFICATIONS = ("identity", "rejection")
 PAPER_DEPTHS = (1 / 8, 1 / 4)  # of draft and intermediate exit, in shares of the layers (arXiv 2510.01336)
 
@@ -75,8 +79,8 @@ class Policy:
 PAPER_POLICY = Policy(num_draft_tokens=2, window=4, inner_rounds=4)
 
 
-def stages_of(strategy: str, policy: Policy, manifest: Manifest) -> list[Stage]:
-    """The stages that `strategy` runs on this artifact's tiers.
+def stages_of(strategy: str, policy: Policy, manifest: Manifest, classifier: Classifier | None = None) -> list[Stage]:
+    """The stages that `strategy` runs on this artifact's tiers; `sprinter` needs a classifier, nobody else looks at it.
 
     Raises:
         ValueError: unknown strategy, too few exits, or a query longer than the artifact's programs were checked for.
@@ -99,6 +103,7 @@ def stages_of(strategy: str, policy: Policy, manifest: Manifest) -> list[Stage]:
     longest, names = {
         "layerskip": (gamma + 1, ["num_draft_tokens"]),
         "adadecode": (gamma + 1, ["num_draft_tokens"]),
+        "sprinter": (gamma + 1, ["num_draft_tokens"]),
         "hispec": (policy.window + gamma + len(tiers) - 1, ["num_draft_tokens", "window"]),
         "hispec_paper": (policy.window + gamma + len(tiers) - 1, ["num_draft_tokens", "window"]),
         "prompt_lookup": (num_found + 1, ["num_lookup_tokens"]),
@@ -116,6 +121,10 @@ def stages_of(strategy: str, policy: Policy, manifest: Manifest) -> list[Stage]:
     if strategy == "adadecode":
         least, exits = policy.exit_threshold, tuple(tiers)
         return [Stage(tier=0, repeats=gamma, window=longest, exits=exits, confidence_threshold=least), plain]
+    if strategy == "sprinter":
+        if classifier is None:
+            raise ValueError(f"strategy={strategy!r} needs a classifier; {FIT_AGAIN}")
+        return [Stage(tier=0, repeats=gamma, window=longest, classifier=classifier), plain]
     least = policy.confidence_threshold
     found_first = lookup if strategy == "ngram_layerskip" else None
     draft = Stage(tier=tiers[0], repeats=gamma, window=longest, lookup=found_first, confidence_threshold=least)
@@ -162,10 +171,16 @@ def rule_of(verification: str, stages: Sequence[Stage], manifest: Manifest) -> R
     """How the stages accept: `identity` gives plain decoding's tokens, `rejection` their law at most acceptance.
 
     Raises:
-        ValueError: unknown name.
+        ValueError: unknown name, or one that these stages can't have.
     """
     if verification not in VERIFICATIONS:
         raise ValueError(f"verification={verification!r} is not one of {', '.join(VERIFICATIONS)}")
+    if (classifier := stages[0].classifier) is not None:
+        if verification != "identity":
+            raise ValueError(
+                f"verification={verification!r}: sprinter is lossy, so there is no law to keep: leave it out"
+            )
+        return SprinterRule(classifier)
     if verification == "identity":
         return IdentityRule()
     return RejectionRule(len(stages), manifest.base.vocab_size)

@@ -35,7 +35,7 @@ def _run(args: argparse.Namespace) -> int:
         raise ValueError("--peer-model compares greedy texts, made freely: leave out all but --max-tokens")
     rows = options.prompt_rows(args)
     llm = options.load_llm(args, "autoregressive")
-    names = options.strategy_names(args, llm)
+    names = options.strategy_names(args, llm, lossy=args.strategies != "all")  # `check` refuses those that are named
     prompts = [options.token_ids(llm, row) for row in rows]
     error = target_error(llm) if args.peer_model else 0.0
     peer = TransformersPeer(args.peer_model, llm.dtype, args.device) if args.peer_model else None

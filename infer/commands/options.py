@@ -48,6 +48,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--exit-threshold", type=float, default=0.8,
         help="adadecode takes a token from the lowest exit that gives some id so much probability (default 0.8)",
     )  # fmt: skip
+    parser.add_argument(
+        "--allow-lossy", action="store_true", help="allow strategies that do not give the target's own texts: sprinter"
+    )
     parser.add_argument("--max-num-seqs", type=int, default=16, help="most prompts at once (default 16)")
     parser.add_argument(
         "--max-num-prefill-tokens", type=int, default=512, help="most prompt tokens between two rounds (default 512)"
@@ -101,6 +104,7 @@ def load_llm(args: argparse.Namespace, strategy: str, verification: str = "ident
         enable_prefix_caching=args.enable_prefix_caching,
         bitwise=args.bitwise,
         verification=verification,
+        allow_lossy=args.allow_lossy,
         **asdict(policy_of(args)),
     )
 
@@ -154,10 +158,15 @@ def prompt_rows(args: argparse.Namespace, default: Sequence[PromptRow] = ()) -> 
     return [rows[int(i * step)] for i in range(args.num_prompts)]
 
 
-def strategy_names(args: argparse.Namespace, llm: LLM) -> list[str]:
-    """Those of --strategies, each tried for whether it can run here, before any work."""
+def strategy_names(args: argparse.Namespace, llm: LLM, *, lossy: bool = True) -> list[str]:
+    """Those of --strategies, each tried for whether it can run here, before any work.
+
+    lossy: whether `all` holds such, where they are allowed.
+    """
+    from infer.strategy import LOSSY
+
     if args.strategies == "all":
-        return llm.supported(policy_of(args))
+        return [name for name in llm.supported(policy_of(args)) if lossy or name not in LOSSY]
     names: list[str] = args.strategies.split(",")
     for name in names:
         llm.use(name, policy_of(args))
