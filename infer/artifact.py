@@ -11,8 +11,9 @@ name stands in its package, model or weights, but in no TensorRT engine; its KV 
 holds more than code (`package`), records that contradict each other. A hard link counts as the file that it is, a
 symbolic one is refused.
 
-    artifact/hispec.json                        the Manifest, with one FileRecord for every other file but plan.json
-    artifact/plan.json                          written later by `infer plan`, so it is the one file without a record
+    artifact/hispec.json                        the Manifest, with one FileRecord for every other file but these two
+    artifact/plan.json                          written later by `infer plan`, so it has no record
+    artifact/sprinter.json                      written later by `infer calibrate-sprinter`, the same
     artifact/programs/<folder_name>/build.json  the BuildInfo of the programs beside it
 """
 
@@ -31,7 +32,9 @@ from infer.records import MAX_JSON
 
 PLAN = "plan.json"
 PLAN_TEMPORARY = f"{PLAN}.tmp"  # a planner that was killed may leave it
-UNRECORDED = frozenset({MANIFEST, PLAN, PLAN_TEMPORARY})
+SPRINTER = "sprinter.json"
+SPRINTER_TEMPORARY = f"{SPRINTER}.tmp"
+UNRECORDED = frozenset({MANIFEST, PLAN, PLAN_TEMPORARY, SPRINTER, SPRINTER_TEMPORARY})
 # Best first; SmolLM2-135M, fp32, one thread: onnx 18 tokens/s, eager 9. Nobody has measured tensorrt yet.
 AUTO_ORDER = ("inductor", "tensorrt", "onnx", "eager")
 

@@ -50,14 +50,19 @@ def markdown(rows: Rows) -> str:
     """A line per contender: the ratio to plain decoding in each workload, 95 % interval of the median in brackets."""
     workloads = list(dict.fromkeys(name for row in rows for name in row["workloads"]))
     head = ["strategy", "batch", *workloads, "mean", "tokens / s", "target calls / token", "verification / drafting"]
-    tail = ["identical texts", "GSM8K exact match"]
+    tail = ["identical texts", "equal tokens", "GSM8K exact match"]
     lines = ["| " + " | ".join(head + tail) + " |", "|" + "---|" * len(head + tail)]
     for row in rows:
-        name = row["strategy"] + (" (not bitwise)" if row["bitwise"] is False else "")
+        notes = [" (not bitwise)"] * (row["bitwise"] is False) + [" (lossy)"] * row["is_lossy"]
+        name = row["strategy"] + "".join(notes)
         cells = [name, str(row["batch_size"]), *(_cell(row["workloads"].get(one)) for one in workloads)]
         cells += [_number(row["ratio_mean"], ".2f"), f"{row['tokens_per_second']:.1f}"]
         cells += [_number(row["target_calls_per_token"], ".2f"), _number(row["verification_to_drafting"], ".2f")]
-        cells += [f"{row['num_identical']} of {row['num_prompts']}", _number(row.get("exact_match"), ".0%")]
+        cells += [
+            f"{row['num_identical']} of {row['num_prompts']}",
+            f"{row['agreement']:.1%}",
+            _number(row.get("exact_match"), ".0%"),
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

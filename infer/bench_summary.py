@@ -11,6 +11,7 @@ from typing import Any
 
 from infer.bench import BASELINE, Result
 from infer.peers import PEERS
+from infer.strategy import LOSSY
 
 MISSED = 0.05  # chance that an interval does not hold the median
 
@@ -45,6 +46,7 @@ def summary(results: Sequence[Result]) -> list[dict[str, Any]]:
         rows.append(
             {
                 "strategy": contender.name,
+                "is_lossy": contender.name in LOSSY,
                 "batch_size": contender.batch_size,
                 "temperature": contender.temperature,
                 "bitwise": None if is_peer else contender.bitwise,
@@ -68,11 +70,18 @@ def summary(results: Sequence[Result]) -> list[dict[str, Any]]:
                 "verification_to_drafting": round(sum(judging) / drafting, 2) if judging and drafting else None,
                 "stage_shares": [round(one / sum(result.seconds), 3) for one in result.stage_seconds],
                 "num_identical": sum(a == b for a, b in zip(result.token_ids, baseline.token_ids, strict=True)),
+                "agreement": round(_agreement(result.token_ids, baseline.token_ids), 4),
                 "num_prompts": len(result.token_ids),
                 "num_tokens": sum(result.num_tokens),
             }
         )
     return rows
+
+
+def _agreement(texts: Sequence[Sequence[int]], plain: Sequence[Sequence[int]]) -> float:
+    """Share of plain decoding's tokens that stand at the same place in the other texts."""
+    num_equal = sum(a == b for text, other in zip(texts, plain, strict=True) for a, b in zip(text, other))
+    return num_equal / max(1, sum(map(len, plain)))
 
 
 def _workload(result: Result, baseline: Result, name: str) -> dict[str, Any]:

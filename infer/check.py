@@ -16,7 +16,7 @@ from infer.llm import LLM
 from infer.output import check_whole
 from infer.params import SamplingParams
 from infer.peers import Peer
-from infer.strategy import Policy
+from infer.strategy import LOSSY, Policy
 
 PLAIN = "autoregressive"
 
@@ -103,8 +103,12 @@ def check(
         max_logit_error: of the artifact's target against the model, relative to the largest logit (parity.json).
 
     Raises:
-        ValueError: a request failed.
+        ValueError: a request failed, or a strategy is lossy by design.
     """
+    if lossy := LOSSY.intersection(strategies):
+        raise ValueError(
+            f"strategies: {', '.join(lossy)} is lossy by design, leave it out: bench shows how far it agrees"
+        )
     assert params.is_greedy or params.seed is not None, params
 
     def texts(strategy: str, batch_size: int) -> list[list[int]]:

@@ -4,7 +4,9 @@ Drafting, verifying early and verifying fully are the same act: bring a tier to 
 tokens at every position it had not seen, keep those that it accepts, and append its own token after them (`judging`).
 With nothing proposed that act drafts one token. So a strategy is a list of stages, plain decoding a list of one;
 nothing here knows which strategy it serves, or by which rule tokens are accepted. A first stage may look its proposals
-up in the row's own text (`ngram`); what it finds there takes the place of what its exit would have drafted.
+up in the row's own text (`ngram`); what it finds there takes the place of what its exit would have drafted. Or it may
+choose among exits for every token (AdaDecode, arXiv 2506.03700): a token comes from the lowest exit that is sure of
+one, and the layers above that exit run later, for all waiting tokens together, when a token needs them.
 """
 
 # Shape legend: N tokens of all rows together, V vocabulary
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -25,7 +28,9 @@ from infer.processors import Processors
 from infer.row import Row
 from infer.runner import ProgramError, Runner
 from infer.sampler import PickParams
+from infer.sprinter import Classifier
 from infer.stats import TierStats
+from infer.verify import Verdict
 
 _MAX_BATCHES = 16  # sets of rows judged together that are kept
 
@@ -49,6 +54,10 @@ class Stage:
         confidence_threshold: the stage also stops repeating for a row once its exit gave no id so much probability
             where it appended its own token; 0 is off. It looks at that exit's law and never at the token drawn from it,
             so that drafts stay samples of the law, as the rejection rule must have them.
+        exits: of the first stage, tiers from its own upwards: every token comes from the lowest of their exits that
+            gives some id the probability `confidence_threshold`, and where none does, the row is left to the stage
+            above without a token. Empty: from its own tier's exit.
+        classifier: of the first stage: says which of its tokens the target need not verify, so all is lossy.
     """
 
     tier: int
@@ -56,6 +65,8 @@ class Stage:
     window: int
     lookup: Lookup | None = None
     confidence_threshold: float = 0.0
+    exits: tuple[int, ...] = ()
+    classifier: Classifier | None = None
 
 
 class _Batch:
@@ -87,7 +98,7 @@ class Round:
     @property
     def judging_tiers(self) -> list[int]:
         """Those whose exits read what is computed."""
-        return [stage.tier for stage in self.stages if stage.repeats]
+        return [tier for stage in self.stages if stage.repeats for tier in stage.exits or (stage.tier,)]
 
     @property
     def reach(self) -> int:
@@ -105,16 +116,20 @@ class Round:
             row.stats[level].add(num_drafted, num_accepted)
 
     def _run_stage(self, rows: list[Row], level: int) -> None:
-        if self.stages[level].lookup is not None:
+        stage = self.stages[level]
+        if stage.lookup is not None:
             rows = self._look_up(rows, level)
-        unsure: set[Row] = set()
-        for _ in range(self.stages[level].repeats):
+        everyone, unsure = rows, set[Row]()
+        for _ in range(stage.repeats):
             rows = [row for row in rows if self._has_room(row, level) and row not in unsure]
             if not rows:
-                return
+                break
             if level > 0:
                 self._run_stage(rows, level - 1)
-            unsure = self._judge(rows, level)
+            unsure = self._choose_exit(rows, level) if stage.exits else self._judge(rows, level)
+        for tier in stage.exits[1:]:
+            late = [row for row in everyone if self._is_late(row, tier, stage.window + 1)]
+            self._catch_up([row for row in late if row.cursors[tier] < len(row)], tier)
 
     def _has_room(self, row: Row, level: int) -> bool:
         """Whether the stage may append a token: every stage above it must still be able to append its own."""
@@ -140,58 +155,90 @@ class Round:
             num_free = max(0, row.max_len - len(row) - self._num_above(level))
             if tokens := row.ngrams.propose(row.token_ids, min(lookup.num_tokens, num_free)):
                 found[row] = tokens
-        if late := [row for row in found if self._is_late(row, stage, lookup)]:
-            self.runner.advance(late, stage.tier)
+        if stage.repeats:
+            self._catch_up([row for row in found if self._is_late(row, stage.tier, lookup.num_tokens)], stage.tier)
         for row, tokens in found.items():
             for token_id in tokens:
                 row.append(token_id)
             self.rule.note_proposal(row, level, tokens)
         return [row for row in rows if row not in found]
 
-    def _is_late(self, row: Row, stage: Stage, lookup: Lookup) -> bool:
-        """Whether the stage's exit, which looking up passes over, must compute its own keys now: the states that it
-        reads wait in a ring, and this round's, with the token after them, would write over the first of them."""
-        if not stage.repeats or not self.runner.exits[stage.tier].has_kv:
-            return False
-        return len(row) + lookup.num_tokens - row.exit_cursors[stage.tier] >= RING_SIZE
+    def _is_late(self, row: Row, tier: int, num_coming: int) -> bool:
+        """Whether the tier's exit, which was passed over, must compute its own keys now: the states that it reads wait
+        in a ring, and those of so many tokens more, with the token after them, would write over the first of them."""
+        return self.runner.exits[tier].has_kv and len(row) + num_coming - row.exit_cursors[tier] >= RING_SIZE
+
+    def _catch_up(self, rows: list[Row], tier: int) -> None:
+        if rows:
+            self.runner.advance(rows, tier)
 
     def _judge(self, rows: list[Row], level: int) -> set[Row]:
-        """Compute what is new to the stage's tier and rule on it; the rows in which the judge is unsure of its token.
+        """Compute what is new to the stage's tier, accept what the rule lets pass, append the judge's own token; the
+        rows in which it is unsure of that one.
 
         As many whole rows at once as one call gives logits for, so that logits, which are large, are not copied.
         """
-        tier = self.stages[level].tier
-        starts = [row.cursors[tier] for row in rows]  # each row's proposals begin one position further
+        stage = self.stages[level]
+        starts = [row.cursors[stage.tier] for row in rows]  # each row's proposals begin one position further
         counts = [len(row.token_ids) - start for row, start in zip(rows, starts, strict=True)]
-        states = self.runner.advance(rows, tier)  # [N, E]
-        runs = runs_of(counts, self.runner.max_logits(tier))
-        if len(runs) == 1:
-            return self._rule_on(rows, level, starts, counts, self.runner.logits(tier, states))
+        states = self.runner.advance(rows, stage.tier)  # [N, E]
         unsure, first = set[Row](), 0
-        for run in runs:
+        for run in runs_of(counts, self.runner.max_logits(stage.tier)):
             here = slice(run.start, run.stop)
             last = first + sum(counts[here])
-            logits = self.runner.logits(tier, states[first:last])
-            unsure |= self._rule_on(rows[here], level, starts[here], counts[here], logits)
+            logits = self.runner.logits(stage.tier, states[first:last])
+            lines = self._lines(rows[here], level, stage.tier, logits, starts[here])
+            verdicts = self._rule(lines, stage.tier, logits)
+            if stage.confidence_threshold:
+                unsure |= _unsure(lines, [accepted for accepted, _ in verdicts], stage.confidence_threshold)
             first = last
-        return unsure
+        return unsure | self.rule.doubted if self.rule.doubted else unsure
 
-    def _rule_on(self, rows: list[Row], level: int, starts: list[int], counts: list[int], logits: Tensor) -> set[Row]:
-        """Accept what the rule lets pass by logits [N, V] and append the judge's own token; the rows in which it is
-        unsure of that one."""
-        tier = self.stages[level].tier
+    def _choose_exit(self, rows: list[Row], level: int) -> set[Row]:
+        """Append a token from the lowest of the stage's exits that is sure of one; the rows in which none is.
+
+        An exit is asked only where all below it were unsure, and brings its tier to the row's end: the layers that were
+        put off for the tokens before run here, in one call.
+        """
+        stage = self.stages[level]
+        for tier in stage.exits:
+            ends = list(accumulate(len(row) - row.cursors[tier] for row in rows))
+            states = self.runner.advance(rows, tier)  # [N, E]
+            last = self.runner.logits(tier, states if len(states) == len(rows) else states[[end - 1 for end in ends]])
+            lines = self._lines(rows, level, tier, last, [len(row) - 1 for row in rows])
+            unsure = _unsure(lines, [0] * len(rows), stage.confidence_threshold)
+            sure = [number for number, row in enumerate(rows) if row not in unsure]
+            if len(sure) == len(rows):
+                self._rule(lines, tier, last)
+                return set()
+            if sure:
+                chosen, last = [rows[number] for number in sure], last[sure]
+                self._rule(self._lines(chosen, level, tier, last, [len(row) - 1 for row in chosen]), tier, last)
+            rows = [row for row in rows if row in unsure]
+        return set(rows)
+
+    def _lines(self, rows: list[Row], level: int, tier: int, logits: Tensor, starts: list[int]) -> Lines:
+        """What the rule looks at: logits [N, V] are the tier's exit's, for the rows' positions from `starts` on."""
+        counts = [len(row.token_ids) - start for row, start in zip(rows, starts, strict=True)]
         batch = self._batch_of(rows)
-        processed = self._processed(batch, logits, starts, counts, tier) if batch.has_rules else logits
-        drafted = [row.token_ids[start + 1 :] for row, start in zip(rows, starts, strict=True)]
-        is_target = level == len(self.stages) - 1
-        lines = Lines(
-            rows, level, is_target, processed, self.runner.vocabs[tier], batch.params, starts, counts, drafted
+        return Lines(
+            rows=rows,
+            level=level,
+            is_target=level == len(self.stages) - 1,
+            logits=self._processed(batch, logits, starts, counts, tier) if batch.has_rules else logits,
+            ids=self.runner.vocabs[tier],
+            row_params=batch.params,
+            starts=starts,
+            counts=counts,
+            drafted=[row.token_ids[start + 1 :] for row, start in zip(rows, starts, strict=True)],
         )
+
+    def _rule(self, lines: Lines, tier: int, logits: Tensor) -> list[Verdict]:
+        """Let the rule judge and write its rulings into the rows. logits [N, V]: before the rows' own rules."""
         verdicts, is_broken = self.rule.judge(lines)
-        least = self.stages[level].confidence_threshold
-        unsure = _unsure(lines, [accepted for accepted, _ in verdicts], least) if least else set()
-        first = 0
-        for row, start, proposed, count, (accepted, own) in zip(rows, starts, drafted, counts, verdicts, strict=True):
+        is_target, first = lines.is_target, 0
+        each = zip(lines.rows, lines.starts, lines.drafted, lines.counts, verdicts, strict=True)
+        for row, start, proposed, count, (accepted, own) in each:
             here = slice(first, first + count)
             first += count
             row.truncate(start + 1 + accepted)
@@ -205,8 +252,8 @@ class Round:
             if own < 0:
                 row.append(0, tier)  # a lower exit's broken pick is just a bad guess
             if proposed:
-                self._verdicts.append((row, level, len(proposed), accepted))
-        return unsure
+                self._verdicts.append((row, lines.level, len(proposed), accepted))
+        return verdicts
 
     def _batch_of(self, rows: list[Row]) -> _Batch:
         key = tuple(rows)

@@ -52,7 +52,10 @@ class Ruling(NamedTuple):
 
 
 class Rule(Protocol):
-    """Rulings must leave what the target commits exact: the very tokens of plain decoding, or their law."""
+    """Rulings must leave what the target commits exact: the very tokens of plain decoding, or their law. The one that
+    does not stands in `sprinter`, and says so."""
+
+    doubted: set[Row]  # rows in which the stage above is to judge at once
 
     def begin(self, rows: Sequence[Row]) -> None:
         """A round begins: whatever was drafted in these rows before is forgotten."""
@@ -69,6 +72,7 @@ class IdentityRule:
 
     def __init__(self) -> None:
         self.pick: Callable[..., Tensor] = pick  # `profile` puts a timed one in its place
+        self.doubted: set[Row] = set()
 
     def begin(self, rows: Sequence[Row]) -> None:
         """Nothing is kept between calls."""
@@ -77,8 +81,16 @@ class IdentityRule:
         """It does not matter where a token comes from."""
 
     def judge(self, lines: Lines) -> Ruling:
+        return self.ruling(lines, self.picks(lines))
+
+    def picks(self, lines: Lines) -> list[int]:
+        """The judge's own token for every line, -1 where it has none. N"""
         params = lines.row_params if lines.row_params.all_greedy else lines.params()
-        picks = self.pick(lines.logits, params, lines.ids).tolist()  # the stage's host synchronisation
+        picks: list[int] = self.pick(lines.logits, params, lines.ids).tolist()  # the stage's host synchronisation
+        return picks
+
+    @staticmethod
+    def ruling(lines: Lines, picks: list[int]) -> Ruling:
         verdicts, first = [], 0
         for drafted, count in zip(lines.drafted, lines.counts, strict=True):
             verdicts.append(verify(drafted, picks[first : first + count]))

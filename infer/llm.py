@@ -8,6 +8,7 @@ import random
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -21,7 +22,7 @@ from infer.device import check_device
 from infer.draft_vocab import read_draft_vocabs
 from infer.engine import Engine
 from infer.grammar import GrammarCompiler
-from infer.hispec import Round
+from infer.hispec import Round, Stage
 from infer.inputs import Prompt, as_list, encode
 from infer.logprobs import ScoreLog
 from infer.manifest import Manifest
@@ -33,7 +34,8 @@ from infer.prefix_cache import PrefixCache
 from infer.processors import Rules
 from infer.request import Request
 from infer.runner import Program, Runner
-from infer.strategy import Policy, most_scored, rule_of, stages_of
+from infer.sprinter import read_classifier
+from infer.strategy import LOSSY, STRATEGIES, Policy, most_scored, rule_of, stages_of
 from infer.tokenizer import load_tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
@@ -67,10 +69,12 @@ class LLM:
         num_lookup_tokens, max_ngram, min_ngram: how many tokens are proposed out of a row's own text, and the most and
             fewest of its last tokens that are looked for there: vLLM's prompt_lookup_max and prompt_lookup_min.
         confidence_threshold: drafting stops early where the exit gives no id so much probability; 0 never does.
+        exit_threshold: of `adadecode`: the probability that an exit must give some id for the token to come from it.
         verification: `identity` gives sampled requests plain decoding's very tokens; `rejection` accepts more of them
             and gives plain decoding's law. Greedy requests get the same tokens by either. What `rejection` says to a
             seed depends on what was drafted, and so, with exits that read the target's state (`context`), on the prefix
             cache and on preemption too, which change what they are given.
+        allow_lossy: strategies may be chosen that do not give the target's own texts: `sprinter`.
         seed: draws the seeds of requests that bring none; None draws them from the system.
         programs: those that these options choose, loaded before by `backends.load`; None loads them.
 
@@ -100,7 +104,9 @@ class LLM:
         max_ngram: int = 4,
         min_ngram: int = 2,
         confidence_threshold: float = 0.0,
+        exit_threshold: float = 0.8,
         verification: str = "identity",
+        allow_lossy: bool = False,
         seed: int | None = None,
         programs: Mapping[str, Program] | None = None,
     ) -> None:
@@ -112,6 +118,7 @@ class LLM:
             max_ngram=max_ngram,
             min_ngram=min_ngram,
             confidence_threshold=confidence_threshold,
+            exit_threshold=exit_threshold,
         )
         is_auto, strategy = strategy == "auto", "autoregressive" if strategy == "auto" else strategy
         for name, value, least in (
@@ -121,7 +128,7 @@ class LLM:
         ):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
-        for name, flag in (("bitwise", bitwise), ("enforce_eager", enforce_eager)):
+        for name, flag in (("bitwise", bitwise), ("enforce_eager", enforce_eager), ("allow_lossy", allow_lossy)):
             if not isinstance(flag, bool):
                 raise ValueError(f"{name}={flag!r} must be True or False")
         if not 0 < gpu_memory_utilization <= 1:
@@ -133,10 +140,11 @@ class LLM:
             raise ValueError(
                 f"max_num_seqs={max_num_seqs}: the artifact allows at most {self.manifest.limits.max_batch}"
             )
-        stages = stages_of(strategy, policy, self.manifest)
+        self.artifact, self.allow_lossy = opened, allow_lossy
+        stages = self._stages(strategy, policy)
         rule = rule_of(verification, stages, self.manifest)
         chosen = opened.select(backend, dtype, device)
-        self.artifact, self.build = opened, chosen.build
+        self.build = chosen.build
         self.backend, self.dtype = chosen.build.backend, chosen.build.dtype
         torch_dtype = getattr(torch, self.dtype)
         has_graphs = device == "cuda" and not enforce_eager and self.backend in backends.CAPTURED
@@ -222,6 +230,15 @@ class LLM:
         runner = self.engine.runner
         if bitwise is not None and bitwise != runner.bitwise:
             runner.bind(self._graphed(bitwise), bitwise=bitwise)
+
+    def supported(self, policy: Policy) -> list[str]:
+        """The strategies that the artifact has the exits for, with queries within its limits; lossy ones if allowed."""
+        names = []
+        for name in STRATEGIES:
+            with suppress(ValueError):
+                self._stages(name, policy)
+                names.append(name)
+        return names
 
     def follow_plan(self, num_rows: int) -> None:
         """Take the plan's strategy for so many rows at once, if there is a plan and no request is running.
@@ -383,8 +400,18 @@ class LLM:
             for request in requests:
                 self.engine.abort(request.request_id)
 
+    def _stages(self, strategy: str, policy: Policy) -> list[Stage]:
+        if strategy in LOSSY and not self.allow_lossy:
+            raise ValueError(
+                f"strategy={strategy!r} is lossy: it keeps tokens that the target has not verified; give "
+                "allow_lossy=True (--allow-lossy) if you want that, or take another strategy: all others are exact"
+            )
+        return stages_of(
+            strategy, policy, self.manifest, read_classifier(self.artifact) if strategy == "sprinter" else None
+        )
+
     def _switch(self, strategy: str, policy: Policy, verification: str) -> None:
-        stages = stages_of(strategy, policy, self.manifest)
+        stages = self._stages(strategy, policy)
         rule = rule_of(verification, stages, self.manifest)
         if self.engine.has_unfinished:
             raise ValueError("requests are running: finish or close their stream before choosing another strategy")

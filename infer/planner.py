@@ -32,8 +32,10 @@ NUMBERS: Mapping[str, Sequence[str]] = {
     PLAIN: (),
     "layerskip": ("num_draft_tokens", "confidence_threshold"),
     "hispec": ("num_draft_tokens", "window", "inner_rounds", "confidence_threshold"),
+    "hispec_paper": (),
     "prompt_lookup": ("num_lookup_tokens",),
     "ngram_layerskip": ("num_lookup_tokens", "num_draft_tokens", "confidence_threshold"),
+    "adadecode": ("num_draft_tokens", "exit_threshold"),
 }
 # In the order of their numbers: the last setting that an artifact allows shows most of what its exits are worth.
 GRID: Mapping[str, Sequence[Policy]] = {
@@ -43,6 +45,7 @@ GRID: Mapping[str, Sequence[Policy]] = {
         for gamma in (1, 2, 3, 4)
         for window, rounds in ((1, 1), (2, 2), (4, 2), (4, 4), (8, 4), (8, 8))
     ],
+    "hispec_paper": [Policy()],  # has numbers of its own
 }
 
 Distribution = Mapping[int, float]  # number → probability; they sum to 1
@@ -60,6 +63,7 @@ UNPREDICTED: Sequence[Setting] = [
     Setting("prompt_lookup", Policy(num_lookup_tokens=5)),
     Setting("ngram_layerskip", Policy(num_lookup_tokens=5, num_draft_tokens=2)),
     Setting("ngram_layerskip", Policy(num_lookup_tokens=5, num_draft_tokens=5, confidence_threshold=0.5)),
+    *(Setting("adadecode", Policy(num_draft_tokens=5, exit_threshold=least)) for least in (0.5, 0.8)),
 ]
 
 

@@ -12,9 +12,10 @@ then distributed exactly as p alone would have it, so that p is the q of the nex
 Both are exact as long as the decision to draft a further token looks at the tokens before it, at the laws up to the
 last of these and at what became of them, never at the further token itself. Stages stop by counts, and with a
 `confidence_threshold` by the judge's law at the place of its own token, which is there before anything is drafted
-behind it. What is looked up in a row's text follows from its committed tokens, so there q is 1 on the token x: it is
-kept with chance p(x), and what is left over p is p without x. Randomness is drawn anew for every decision, from a
-stream of the row's own, so that a row depends on its seed and strategy, but not on its neighbours.
+behind it; in AdaDecode the exit that proposes is chosen by the exits' laws, too, before the token is drawn. What is
+looked up in a row's text follows from its committed tokens, so there q is 1 on the token x: it is kept with chance
+p(x), and what is left over p is p without x. Randomness is drawn anew for every decision, from a stream of the row's
+own, so that a row depends on its seed and strategy, but not on its neighbours.
 
 All laws stand over the whole vocabulary, zero where a trimmed exit has no id: 8 bytes × vocabulary for each token that
 waits for a judge. The mathematics (`token_chances` … `left_over`) is plain NumPy and runs over fractions as well, by
@@ -99,6 +100,7 @@ class RejectionRule:
         self._num_stages = num_stages
         self._vocab_size = vocab_size
         self._states: dict[Row, _RowState] = {}
+        self.doubted: set[Row] = set()
 
     def begin(self, rows: Sequence[Row]) -> None:
         """Start the rows' streams, keyed by how far they have come: only a round that failed begins there again."""

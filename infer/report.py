@@ -31,7 +31,7 @@ def print_bench(
     title = f"{llm.manifest.base.name} · {llm.backend} {llm.dtype} · {where}"
     table = Table(title=title, title_justify="left")
     columns = [
-        ("strategy", lambda row: row["strategy"]),
+        ("strategy", lambda row: row["strategy"] + (" (lossy)" if row["is_lossy"] else "")),
         ("batch", lambda row: str(row["batch_size"])),
         ("temperature", lambda row: f"{row['temperature']:g}"),
         ("bitwise", lambda row: {True: "yes", False: "no", None: "–"}[row["bitwise"]]),
@@ -42,11 +42,13 @@ def print_bench(
         ("ratio to batch 1", lambda row: _ratio(row["ratio_to_batch_1"])),
         ("mean acceptance length", _acceptance),
         ("identical", lambda row: f"{row['num_identical']}/{row['num_prompts']}"),
+        ("equal tokens", lambda row: f"{row['agreement']:.1%}"),
     ]
     shown = {
         "temperature": any(row["temperature"] > 0 for row in rows),
         "bitwise": any(row["bitwise"] is False for row in rows),
         "verification": any(row["verification"] == "rejection" for row in rows),
+        "equal tokens": any(row["is_lossy"] for row in rows),
         "ratio to bitwise": any(row["ratio_to_bitwise"] is not None for row in rows),
         "ratio to batch 1": any(row["ratio_to_batch_1"] is not None and row["batch_size"] > 1 for row in rows),
     }

@@ -200,6 +200,8 @@ class Runner:
 
     def _advance(self, rows: Sequence[Row], tier: int) -> None:
         """Run the trunk over each row's positions from its cursor to its end; states go to the tier's ring."""
+        if all(row.cursors[tier] == len(row.token_ids) for row in rows):
+            return  # a lower exit has been asked already
         trunk = self._trunks[tier]
         for part, spans in self._parts(rows, [row.cursors[tier] for row in rows], trunk[1]):
             query = self._query(part, spans)

@@ -3,12 +3,16 @@
 autoregressive    the target alone
 layerskip         one lower exit drafts γ tokens, the target verifies them (LayerSkip, arXiv 2404.16710)
 hispec            all exits: drafts are verified early, and rarely by the target (arXiv 2510.01336)
+hispec_paper      the same with the paper's own numbers: exits at 1/8 and 1/4 of the layers, γ = 2, N_i = 4
 prompt_lookup     no exit: up to k tokens are looked up in the row's own text (`ngram`), the target verifies them
 ngram_layerskip   the same, and layerskip in rows whose text has nothing to propose
+adadecode         each token from the lowest exit that is sure of it, the target where none is (arXiv 2506.03700)
+sprinter          LOSSY: one lower exit drafts, a classifier says when to call the target (`sprinter`, arXiv 2502.04557)
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -18,9 +22,21 @@ from infer.judging import IdentityRule, Rule
 from infer.manifest import Manifest
 from infer.ngram import Lookup
 from infer.rejection import RejectionRule
+from infer.sprinter import FIT_AGAIN, Classifier, SprinterRule
 
-STRATEGIES = ("autoregressive", "layerskip", "hispec", "prompt_lookup", "ngram_layerskip")
+STRATEGIES = (
+    "autoregressive",
+    "layerskip",
+    "hispec",
+    "hispec_paper",
+    "prompt_lookup",
+    "ngram_layerskip",
+    "adadecode",
+    "sprinter",
+)
+LOSSY = frozenset({"sprinter"})
 VERIFICATIONS = ("identity", "rejection")
+PAPER_DEPTHS = (1 / 8, 1 / 4)  # of draft and intermediate exit, in shares of the layers (arXiv 2510.01336)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +51,7 @@ class Policy:
         max_ngram, min_ngram: the row's last tokens are looked for, first as many as `max_ngram`, at least `min_ngram`.
         confidence_threshold: an exit that gives no id this probability, for the token that it has just appended, leaves
             the row to the judge above it at once (as transformers' `assistant_confidence_threshold`); 0 is off.
+        exit_threshold: of `adadecode`: an exit that gives no id this probability lets the next deeper one propose.
     """
 
     num_draft_tokens: int = 2
@@ -44,11 +61,12 @@ class Policy:
     max_ngram: int = 4
     min_ngram: int = 2
     confidence_threshold: float = 0.0
+    exit_threshold: float = 0.8
 
     def __post_init__(self) -> None:
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
-            if name == "confidence_threshold":
+            if name in ("confidence_threshold", "exit_threshold"):
                 if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
                     raise ValueError(f"{name}={value!r} must be a number of at least 0 and below 1")
             elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -57,8 +75,12 @@ class Policy:
             raise ValueError(f"max_ngram={self.max_ngram} must be at least min_ngram={self.min_ngram}")
 
 
-def stages_of(strategy: str, policy: Policy, manifest: Manifest) -> list[Stage]:
-    """The stages that `strategy` runs on this artifact's tiers.
+# N_d and N_i of the paper; every inner round leaves a token at least, so four fill the window
+PAPER_POLICY = Policy(num_draft_tokens=2, window=4, inner_rounds=4)
+
+
+def stages_of(strategy: str, policy: Policy, manifest: Manifest, classifier: Classifier | None = None) -> list[Stage]:
+    """The stages that `strategy` runs on this artifact's tiers; `sprinter` needs a classifier, nobody else looks at it.
 
     Raises:
         ValueError: unknown strategy, too few exits, or a query longer than the artifact's programs were checked for.
@@ -69,15 +91,21 @@ def stages_of(strategy: str, policy: Policy, manifest: Manifest) -> list[Stage]:
     plain = Stage(tier=target, repeats=1, window=0)
     if strategy == "autoregressive":
         return [plain]
-    needed = {"prompt_lookup": 1, "hispec": 3}.get(strategy, 2)
+    needed = {"prompt_lookup": 1, "hispec": 3, "hispec_paper": 3}.get(strategy, 2)
     if target + 1 < needed:
         raise ValueError(f"strategy={strategy!r} needs {needed} tiers, the artifact has {target + 1}: train more exits")
+    tiers = list(range(target))  # of the lower exits that are used
+    if strategy == "hispec_paper":
+        tiers, policy = _nearest_to_paper(manifest), PAPER_POLICY
     gamma, num_found = policy.num_draft_tokens, policy.num_lookup_tokens
     # The lowest judgement leaves at most N_i − 1 + γ + 1 tokens waiting, each higher one adds its own; the query adds
     # the last committed one.
     longest, names = {
         "layerskip": (gamma + 1, ["num_draft_tokens"]),
-        "hispec": (policy.window + gamma + target - 1, ["num_draft_tokens", "window"]),
+        "adadecode": (gamma + 1, ["num_draft_tokens"]),
+        "sprinter": (gamma + 1, ["num_draft_tokens"]),
+        "hispec": (policy.window + gamma + len(tiers) - 1, ["num_draft_tokens", "window"]),
+        "hispec_paper": (policy.window + gamma + len(tiers) - 1, ["num_draft_tokens", "window"]),
         "prompt_lookup": (num_found + 1, ["num_lookup_tokens"]),
         "ngram_layerskip": (max(gamma, num_found) + 1, ["num_draft_tokens", "num_lookup_tokens"]),
     }[strategy]
@@ -90,16 +118,44 @@ def stages_of(strategy: str, policy: Policy, manifest: Manifest) -> list[Stage]:
     lookup = Lookup(num_tokens=num_found, max_ngram=policy.max_ngram, min_ngram=policy.min_ngram)
     if strategy == "prompt_lookup":
         return [Stage(tier=target, repeats=0, window=longest, lookup=lookup), plain]
+    if strategy == "adadecode":
+        least, exits = policy.exit_threshold, tuple(tiers)
+        return [Stage(tier=0, repeats=gamma, window=longest, exits=exits, confidence_threshold=least), plain]
+    if strategy == "sprinter":
+        if classifier is None:
+            raise ValueError(f"strategy={strategy!r} needs a classifier; {FIT_AGAIN}")
+        return [Stage(tier=0, repeats=gamma, window=longest, classifier=classifier), plain]
     least = policy.confidence_threshold
     found_first = lookup if strategy == "ngram_layerskip" else None
-    draft = Stage(tier=0, repeats=gamma, window=longest, lookup=found_first, confidence_threshold=least)
-    if strategy != "hispec":
+    draft = Stage(tier=tiers[0], repeats=gamma, window=longest, lookup=found_first, confidence_threshold=least)
+    if strategy not in ("hispec", "hispec_paper"):
         return [draft, plain]
     inner = [
         Stage(tier=tier, repeats=policy.inner_rounds, window=policy.window, confidence_threshold=least)
-        for tier in range(1, target)
+        for tier in tiers[1:]
     ]
     return [draft, *inner, plain]
+
+
+def _nearest_to_paper(manifest: Manifest) -> list[int]:
+    """The two tiers below the target whose exits lie nearest to the paper's depths, 1/8 and 1/4 of the layers."""
+    depths, num_layers = [tier.stop for tier in manifest.tiers[:-1]], manifest.base.num_layers
+    pairs = itertools.combinations(range(len(depths)), 2)
+    return list(min(pairs, key=lambda two: sum(abs(depths[t] - p * num_layers) for t, p in zip(two, PAPER_DEPTHS))))
+
+
+def paper_depths(manifest: Manifest) -> str | None:
+    """In words, how far `hispec_paper` is from the paper here; None if its exits are the paper's, or there are none."""
+    if len(manifest.tiers) < 3:
+        return None
+    have, num_layers = [manifest.tiers[tier].stop for tier in _nearest_to_paper(manifest)], manifest.base.num_layers
+    if all(abs(depth - share * num_layers) < 1 for depth, share in zip(have, PAPER_DEPTHS, strict=True)):
+        return None
+    want = " and ".join(f"{share * num_layers:g}" for share in PAPER_DEPTHS)
+    return (
+        f"hispec_paper: this artifact's exits nearest to the paper's depths stand after {have[0]} and {have[1]} of "
+        f"{num_layers} layers, the paper's would stand after {want}"
+    )
 
 
 def most_scored(policy: Policy, manifest: Manifest) -> int:
@@ -115,10 +171,16 @@ def rule_of(verification: str, stages: Sequence[Stage], manifest: Manifest) -> R
     """How the stages accept: `identity` gives plain decoding's tokens, `rejection` their law at most acceptance.
 
     Raises:
-        ValueError: unknown name.
+        ValueError: unknown name, or one that these stages can't have.
     """
     if verification not in VERIFICATIONS:
         raise ValueError(f"verification={verification!r} is not one of {', '.join(VERIFICATIONS)}")
+    if (classifier := stages[0].classifier) is not None:
+        if verification != "identity":
+            raise ValueError(
+                f"verification={verification!r}: sprinter is lossy, so there is no law to keep: leave it out"
+            )
+        return SprinterRule(classifier)
     if verification == "identity":
         return IdentityRule()
     return RejectionRule(len(stages), manifest.base.vocab_size)

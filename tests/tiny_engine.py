@@ -31,6 +31,7 @@ from infer.processors import Rules
 from infer.request import Request
 from infer.row import Row
 from infer.runner import Runner
+from infer.sprinter import Classifier
 from infer.strategy import Policy, rule_of, stages_of
 from tests.tiny_models import make_tiny_model
 from train.heads import ExitConfig
@@ -38,7 +39,15 @@ from train.model import EarlyExitModel
 
 DEVICE = torch.device(os.environ.get("HISPEC_TEST_DEVICE", "cpu"))  # pytest --device
 BLOCK_SIZE = 4
-STRATEGIES = ("autoregressive", "layerskip", "hispec", "prompt_lookup", "ngram_layerskip")
+STRATEGIES = (
+    "autoregressive",
+    "layerskip",
+    "hispec",
+    "hispec_paper",
+    "prompt_lookup",
+    "ngram_layerskip",
+    "adadecode",
+)
 # Lengths on, before and behind the edges of blocks of 4 and chunks of 8; the last ids repeat, as prompts do.
 PROMPTS = (
     (5, 9, 3),
@@ -138,6 +147,7 @@ class Tiny:
         capture: Capture | None = None,
         bitwise: bool = True,
         tokenizer: Any = None,
+        classifier: Classifier | None = None,
     ) -> None:
         self.manifest = make_manifest(model, max_model_len=max_model_len)
         programs = make_programs(model, BLOCK_SIZE)
@@ -154,7 +164,7 @@ class Tiny:
             num_blocks=num_blocks, max_num_seqs=max_num_seqs, dtype=model.base.dtype, device=DEVICE,
             bitwise=bitwise,
         )  # fmt: skip
-        stages = stages_of(strategy, policy or Policy(), self.manifest)
+        stages = stages_of(strategy, policy or Policy(), self.manifest, classifier)
         self.round = Round(self.runner, stages, rule_of(verification, stages, self.manifest))
         pool = BlockPool(num_blocks, BLOCK_SIZE)
         self.prefix_cache = PrefixCache(pool, self.runner.prefill_chunk) if enable_prefix_caching else None

@@ -85,7 +85,6 @@ def _compare(args: argparse.Namespace, sizes: list[int]) -> int:
     from infer.bench_summary import exact_match, summary
     from infer.report import print_bench, print_workloads
 
-    names = args.strategies.split(",")
     if args.prompts is None:
         raise ValueError("bench needs --prompts FILE: only --profile has some of its own")
     if args.identity_cost and not args.bitwise:
@@ -101,7 +100,7 @@ def _compare(args: argparse.Namespace, sizes: list[int]) -> int:
         options.need_seed(one, "bench")
     if peer_names and not all(options.is_plain(one) for one in each):
         raise ValueError("--peers decode greedily and freely to their own end: leave out all but --max-tokens")
-    here, llm, tuned = _prepare(args, names, sizes)
+    here, llm, names, tuned = _prepare(args, sizes)
     prompts = [options.token_ids(llm, row) for row in rows]
     workloads = [row.workload for row in rows]
     peers: list[Peer] = []
@@ -177,9 +176,9 @@ def _profile(args: argparse.Namespace, sizes: list[int]) -> int:
     from infer import profile
     from infer.report import print_profile
 
-    names, params, policy = args.strategies.split(","), sampling_params(args), options.policy_of(args)
+    params, policy = sampling_params(args), options.policy_of(args)
     rows = options.prompt_rows(args, profile.question_rows())
-    here, llm, _ = _prepare(args, names, sizes)
+    here, llm, names, _ = _prepare(args, sizes)
     prompts = [options.token_ids(llm, row) for row in rows]
     overheads = profile.measure_overhead(llm, names, sizes, policy)
     shares = profile.measure_shares(llm, prompts, names, sizes, params, policy)
@@ -193,29 +192,35 @@ def _profile(args: argparse.Namespace, sizes: list[int]) -> int:
 
 
 def _prepare(
-    args: argparse.Namespace, names: list[str], sizes: list[int]
-) -> tuple[Machine, LLM, dict[tuple[str, int], Setting]]:
-    """The machine, measured while nothing else runs, then the model, and what runs in the place of which name."""
+    args: argparse.Namespace, sizes: list[int]
+) -> tuple[Machine, LLM, list[str], dict[tuple[str, int], Setting]]:
+    """The machine, measured while nothing else runs, then the model, the strategies that are to run, and what runs in
+    the place of which."""
     from infer import bench
     from infer.device import check_device
     from infer.machine import describe_machine, note_if_busy
     from infer.planner import Setting
+    from infer.strategy import paper_depths
 
     check_device(args.device)
     here = describe_machine(args.device)
     note_if_busy(here.load_average)
-    has_plan = args.tuned or "auto" in names
+    has_plan = args.tuned or "auto" in args.strategies.split(",")
     llm = options.load_llm(args, "auto" if has_plan else "autoregressive")
-    if has_plan and llm.plan is None:
+    plan = llm.plan
+    if has_plan and plan is None:
         raise ValueError("--tuned and the strategy auto need a plan that holds here: python -m infer plan ARTIFACT")
-    tuned = bench.settings_of(llm.plan, names, sizes, is_tuned=args.tuned) if llm.plan else {}
+    names = options.strategy_names(args, llm)
+    tuned = bench.settings_of(plan, names, sizes, is_tuned=args.tuned) if plan else {}
     for name in names:  # refuses unknown ones before any work
         for verification in args.verifications.split(","):
             for size in sizes:
                 setting = tuned.get((name, size), Setting(name, options.policy_of(args)))
                 llm.use(*setting, verification=verification)
     llm.use("autoregressive")
-    return here, llm, tuned
+    if "hispec_paper" in names and (note := paper_depths(llm.manifest)):
+        print(note, file=sys.stderr)
+    return here, llm, names, tuned
 
 
 def _write(args: argparse.Namespace, here: Machine, llm: LLM, figures: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ def _run(args: argparse.Namespace) -> int:
     from infer.peers import Peer
     from infer.report import print_comparison
 
-    names, sizes = args.strategies.split(","), options.batch_sizes(args)
+    sizes = options.batch_sizes(args)
     params, policy = sampling_params(args), options.policy_of(args)
     options.need_seed(params, "check")
     options.check_output(args.json, "--json")
@@ -37,8 +37,7 @@ def _run(args: argparse.Namespace) -> int:
         raise ValueError("--peer-model compares greedy texts, made freely: leave out all but --max-tokens")
     rows = options.prompt_rows(args)
     llm = options.load_llm(args, "autoregressive")
-    for name in names:
-        llm.use(name, policy)  # refuses unknown names before any work
+    names = options.strategy_names(args, llm, lossy=args.strategies != "all")  # `check` refuses those that are named
     prompts = [options.token_ids(llm, row) for row in rows]
     error = target_error(llm) if args.peer_model else 0.0
     peer = None

@@ -45,6 +45,13 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--confidence-threshold", type=float, default=0.0,
         help="stop drafting where the exit gives no id so much probability, e.g. 0.5 (default 0: never)",
     )  # fmt: skip
+    parser.add_argument(
+        "--exit-threshold", type=float, default=0.8,
+        help="adadecode takes a token from the lowest exit that gives some id so much probability (default 0.8)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--allow-lossy", action="store_true", help="allow strategies that do not give the target's own texts: sprinter"
+    )
     parser.add_argument("--max-num-seqs", type=int, default=16, help="most prompts at once (default 16)")
     parser.add_argument(
         "--max-num-prefill-tokens", type=int, default=512, help="most prompt tokens between two rounds (default 512)"
@@ -77,6 +84,7 @@ def policy_of(args: argparse.Namespace) -> Policy:
         max_ngram=args.max_ngram,
         min_ngram=args.min_ngram,
         confidence_threshold=args.confidence_threshold,
+        exit_threshold=args.exit_threshold,
     )
 
 
@@ -97,6 +105,7 @@ def load_llm(args: argparse.Namespace, strategy: str, verification: str = "ident
         enable_prefix_caching=args.enable_prefix_caching,
         bitwise=args.bitwise,
         verification=verification,
+        allow_lossy=args.allow_lossy,
         **asdict(policy_of(args)),
     )
 
@@ -129,7 +138,11 @@ def add_prompt_options(parser: argparse.ArgumentParser, *, needs_prompts: bool =
 
 def add_comparison_options(parser: argparse.ArgumentParser, *, needs_prompts: bool = True) -> None:
     add_prompt_options(parser, needs_prompts=needs_prompts)
-    parser.add_argument("--strategies", default="autoregressive,layerskip,hispec", help="comma-separated")
+    parser.add_argument(
+        "--strategies",
+        default="autoregressive,layerskip,hispec",
+        help="comma-separated; all: every one that the artifact and these numbers allow",
+    )
     parser.add_argument("--batch-sizes", default="1", help="comma-separated, e.g. 1,8")
 
 
@@ -144,6 +157,23 @@ def prompt_rows(args: argparse.Namespace, default: Sequence[PromptRow] = ()) -> 
         raise ValueError(f"--num-prompts={args.num_prompts} must be at least 1")
     step = len(rows) / args.num_prompts
     return [rows[int(i * step)] for i in range(args.num_prompts)]
+
+
+def strategy_names(args: argparse.Namespace, llm: LLM, *, lossy: bool = True) -> list[str]:
+    """Those of --strategies, each tried for whether it can run here, before any work.
+
+    lossy: whether `all` holds such, where they are allowed.
+    """
+    from infer.strategy import LOSSY
+
+    if args.strategies == "all":
+        return [name for name in llm.supported(policy_of(args)) if lossy or name not in LOSSY]
+    names: list[str] = args.strategies.split(",")
+    for name in names:
+        if name != "auto":  # of a plan, which has seen to it
+            llm.use(name, policy_of(args))
+    llm.use("autoregressive")
+    return names
 
 
 def batch_sizes(args: argparse.Namespace) -> list[int]:

@@ -91,6 +91,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_ngram=st.integers(2, 4),
             min_ngram=st.integers(1, 2),
             confidence_threshold=st.sampled_from([0.0, 0.0, 0.1, 0.6]),
+            exit_threshold=st.sampled_from([0.0, 0.015, 0.02, 0.6]),  # honest exits give 0.01 to 0.03
         ),
         rig=st.sampled_from(RIGS),
         seed=st.integers(0, 2**32),

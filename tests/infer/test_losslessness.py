@@ -133,7 +133,7 @@ def exits(*layers: int, head: str = "native") -> list[ExitConfig]:
 def test_any_number_of_exits_of_any_kind_gives_the_same_tokens(layers, head):
     model = make_model("llama", exits(*layers, head=head))
     want = [oracle("llama", p, NUM_TOKENS) for p in ROWS]
-    for strategy in (s for s in STRATEGIES if s != "hispec" or len(layers) > 1):
+    for strategy in (s for s in STRATEGIES if not s.startswith("hispec") or len(layers) > 1):
         tiny = Tiny(model, strategy, Policy(num_draft_tokens=2, window=3, inner_rounds=2))
         assert [r.token_ids for r in tiny.generate(ROWS, greedy())] == want
 

@@ -102,7 +102,7 @@ class Dice:
     """Accepts by chance, as the planner assumes."""
 
     def __init__(self, odds: Sequence[Sequence[float]]) -> None:
-        self.odds, self.random = odds, random.Random(0)
+        self.odds, self.random, self.doubted = odds, random.Random(0), set[Row]()
 
     def begin(self, rows: Sequence[Row]) -> None: ...
 

@@ -192,6 +192,53 @@ def test_a_stop_that_looks_at_the_token_itself_is_not():
     assert law_of_texts(committed(blocks, MIDDLE, TARGET), TARGET) != plain(TARGET)
 
 
+def lowest_sure(least: Fraction, *exits: LawOf) -> LawOf:
+    """AdaDecode's exit for the token after a text: the lowest that gives some id so much; no weight where none does."""
+
+    def law(text: Text) -> np.ndarray:
+        sure = [one(text) for one in exits if max(one(text)) >= least]
+        return sure[0] if sure else np.array([Fraction(0)] * VOCAB, dtype=object)
+
+    return law
+
+
+def drafted_by(law: LawOf, count: int, text: Text = ()) -> Iterator[tuple[Fraction, Text]]:
+    """Texts of up to `count` tokens of the law, which end where it has none."""
+    if count == 0 or not law(text).any():
+        yield Fraction(1), text
+        return
+    for token, share in enumerate(law(text)):
+        if share:
+            for rest, longer in drafted_by(law, count - 1, (*text, token)):
+                yield share * rest, longer
+
+
+@pytest.mark.parametrize(
+    ("salts", "least"), [((6, 2), Fraction(2, 5)), ((1, 2), Fraction(1, 2)), ((7, 5), Fraction(3, 5))]
+)
+def test_tokens_from_the_lowest_exit_that_is_sure_have_the_targets_law(salts, least):
+    """AdaDecode: which exit, and whether any, follows from laws that were there before the token was drawn."""
+    draft, middle = map(make_law, salts)
+    law = lowest_sure(least, draft, middle)
+    blocks = list(drafted_by(law, 3))
+    assert {len(block) for _, block in blocks} == {1, 2, 3}
+    assert len({max(draft(block[:n])) < least for _, block in blocks for n in range(len(block))}) == 2  # both are used
+    assert law_of_texts(committed(blocks, law, TARGET), TARGET) == plain(TARGET)
+
+
+def test_an_exit_chosen_by_the_token_that_it_drew_is_not_exact():
+    """The draft exit's token is kept where it is probable itself, else the intermediate draws in its place."""
+    draft, blocks = make_law(1), []  # the trimmed one would divide by zero
+    least = sorted(draft(()))[1]
+    for token, share in enumerate(draft(())):
+        if share >= least:
+            blocks.append((share, (token,)))
+        else:
+            blocks += [(share * other, (i,)) for i, other in enumerate(MIDDLE(()))]
+    assert sum(share for share, _ in blocks) == 1 and len(blocks) > 3
+    assert law_of_texts(committed(blocks, lowest_sure(least, draft, MIDDLE), TARGET), TARGET) != plain(TARGET)
+
+
 def test_judging_the_second_stage_by_the_drafts_law_is_not_exact():
     """q of the target is the intermediate's law, as its verdict made the tokens its own."""
     blocks = [*tentative(DRAFT, MIDDLE, 1, lambda text, number: number < 1)]

@@ -92,7 +92,7 @@ def test_sampled_texts_follow_the_exact_law(strategy, setting, least):
     how = [SamplingParams(seed=s, max_tokens=3, **setting) for s in range(NUM_SAMPLES)]
     prompt = [1, 2, 3, 1]  # so that two tokens may be looked up at once
     law = exact_law(model, prompt, how[0], 3)
-    policy = Policy(num_draft_tokens=2, window=2, min_ngram=1, confidence_threshold=least)
+    policy = Policy(num_draft_tokens=2, window=2, min_ngram=1, confidence_threshold=least, exit_threshold=least or 0.4)
     tiny = Tiny(model, strategy, policy, num_blocks=402, max_num_seqs=100, verification="rejection")
     counts = dict.fromkeys(itertools.product(range(VOCAB), repeat=3), 0)
     for request in tiny.generate([prompt] * NUM_SAMPLES, how):
