@@ -105,6 +105,8 @@ class Round:
             row.stats[level].add(num_drafted, num_accepted)
 
     def _run_stage(self, rows: list[Row], level: int) -> None:
+        if self._num_above(level):
+            rows = [row for row in rows if row.params.speculate]
         if self.stages[level].lookup is not None:
             rows = self._look_up(rows, level)
         unsure: set[Row] = set()
