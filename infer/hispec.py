@@ -117,6 +117,8 @@ class Round:
 
     def _run_stage(self, rows: list[Row], level: int) -> None:
         stage = self.stages[level]
+        if self._num_above(level):
+            rows = [row for row in rows if row.params.speculate]
         if stage.lookup is not None:
             rows = self._look_up(rows, level)
         everyone, unsure = rows, set[Row]()

@@ -272,6 +272,18 @@ class LLM:
         Raises:
             ValueError: a prompt is empty or too long, before anything has run.
         """
+        outputs = dict(self.as_completed(prompts, sampling_params))
+        return [outputs[number] for number in range(len(outputs))]
+
+    def as_completed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """As `generate`, but each output as soon as it is complete, with its prompt's number.
+
+        Closing the iterator early aborts the rest.
+        """
         each = as_list(prompts)
         params = self._params(each, sampling_params)
         self.follow_plan(sum(one.n for one in params))
@@ -279,8 +291,18 @@ class LLM:
         for request in requests:
             for choice in (request, *request.siblings):
                 choice.is_streamed = False
-        self._run(requests)
-        return [request.output() for request in requests]
+            self.engine.add(request)
+        pending = dict(zip(requests, range(len(requests)), strict=True))
+        try:
+            while pending:
+                touched = dict.fromkeys(request.leader or request for request in self.engine.step())
+                # Steps of another caller may have finished some of ours
+                for request in [one for one in touched if one in pending] or list(pending):
+                    if request.is_answered:
+                        yield pending.pop(request), request.output()
+        finally:
+            for request in pending:
+                self.engine.abort(request.request_id)
 
     def chat(
         self,
@@ -389,16 +411,6 @@ class LLM:
         return with_graphs(
             self._programs, self.build.programs, self.manifest, self.max_num_seqs, CudaCapture(), bitwise
         )
-
-    def _run(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            self.engine.add(request)
-        try:
-            while any(not request.is_answered for request in requests):
-                self.engine.step()
-        finally:
-            for request in requests:
-                self.engine.abort(request.request_id)
 
     def _stages(self, strategy: str, policy: Policy) -> list[Stage]:
         if strategy in LOSSY and not self.allow_lossy:

@@ -53,6 +53,11 @@ class SamplingParams:
 
     detokenize: bool = True
     """Make text of the tokens; without it, text stays empty."""
+    speculate: bool = True
+    """False decodes this text plainly, in the same rounds as those that speculate: the engine's strategy is not for it.
+
+    vLLM has no such field. It is there to compare with; the tokens are the same (with `verification="rejection"` their
+    law)."""
 
     # What follows changes the logits; `processors` has the order.
     presence_penalty: float = 0.0
@@ -107,7 +112,7 @@ class SamplingParams:
                 _check_int(name, count)
                 if count < -1:
                     raise ValueError(f"{name}={count} must be at least 0, or -1 for the whole vocabulary")
-        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize"):
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize", "speculate"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):

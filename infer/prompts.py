@@ -1,8 +1,12 @@
-"""Prompt files: one JSON object a line, with `prompt`, `turns` or `messages`; a .txt file holds one prompt a line."""
+"""Prompt files: one JSON object a line, with `prompt`, `turns` or `messages`; a .txt file holds one prompt a line.
+
+`-` is standard input: objects if its first line begins with a brace, else texts.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +33,9 @@ def read_prompts(path: Path) -> list[PromptRow]:
     Raises:
         ValueError: nothing there, or a row is malformed; names file, line and reason.
     """
+    if path == Path("-"):
+        text = sys.stdin.read()
+        return _rows(text, "standard input", "stdin", is_json=text.lstrip().startswith("{"))
     if path.is_dir():
         files = sorted(path.glob("*.jsonl"))
         if not files:
@@ -36,22 +43,26 @@ def read_prompts(path: Path) -> list[PromptRow]:
         return [row for file in files for row in read_prompts(file)]
     if not path.is_file():
         raise ValueError(f"{path}: no such file; give a .jsonl file with a 'prompt' in each line, or a .txt file")
+    return _rows(path.read_text(encoding="utf-8-sig"), str(path), path.stem, is_json=path.suffix != ".txt")
+
+
+def _rows(text: str, source: str, stem: str, *, is_json: bool) -> list[PromptRow]:
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
-            where = f"{path}:{number}"
-            record = {"prompt": line} if path.suffix == ".txt" else _parse(line, where)
+            where = f"{source}:{number}"
+            record = _parse(line, where) if is_json else {"prompt": line}
             reference = record.get("reference")
             rows.append(
                 PromptRow(
-                    id=str(record.get("id", f"{path.stem}-{number}")),
+                    id=str(record.get("id", f"{stem}-{number}")),
                     messages=_messages(record, where),
-                    workload=path.stem,
+                    workload=stem,
                     reference=reference if isinstance(reference, str) else None,
                 )
             )
     if not rows:
-        raise ValueError(f"{path}: no prompts in it")
+        raise ValueError(f"{source}: no prompts in it")
     return rows
 
 

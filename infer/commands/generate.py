@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,8 +27,19 @@ def add(commands: Any) -> None:
     add_sampling_options(parser)
     parser.add_argument("--verification", default="identity", help="identity (default) or rejection, of sampled drafts")
     parser.add_argument("--prompt", action="append", default=[], help="a prompt; may be given several times")
-    parser.add_argument("--prompts", type=Path, help=".jsonl (prompt, turns or messages), .txt, or a folder of .jsonl")
-    parser.add_argument("--output", type=Path, help="write one JSON object per text to this file")
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        help=".jsonl (prompt, turns or messages), .txt, a folder of .jsonl, or - for standard input",
+    )
+    parser.add_argument(
+        "--output", type=Path, help="write one JSON object per text to this file, in the prompts' order"
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with --output where an interrupted run of the same prompts and options stopped",
+    )
     parser.add_argument("--n", type=int, default=1, help="texts per prompt, each with noise of its own (default 1)")
     parser.add_argument(
         "--strategy", default="auto", help="e.g. layerskip, hispec, prompt_lookup; auto (default) goes by plan.json"
@@ -45,6 +59,8 @@ def _run(args: argparse.Namespace) -> int:
         raise ValueError("nothing to complete: give --prompt TEXT or --prompts FILE")
     params = replace(sampling_params(args), n=args.n)
     options.check_output(args.output)
+    if args.resume and (args.output is None or args.check):
+        raise ValueError("--resume goes on with a file: it needs --output, and can't --check what it does not write")
     if args.check:
         options.need_seed(params, "--check")
     if args.check and args.verification != "identity" and not params.is_greedy:
@@ -62,8 +78,7 @@ def _run(args: argparse.Namespace) -> int:
     if len(rows) == args.n == 1 and args.output is None:
         outputs = [_stream(llm, prompts[0], params)]
     else:
-        outputs = llm.generate(prompts, params)
-        _write(rows, outputs, args.output)
+        outputs = _write_all(llm, rows, prompts, params, args)
     print(_acceptance_line(outputs), file=sys.stderr)
     if failed := [text for output in outputs for text in incomplete(output)]:
         print(f"error: {len(failed)} texts are incomplete: {failed[0].stop_reason}", file=sys.stderr)
@@ -81,22 +96,83 @@ def _stream(llm: LLM, prompt: list[int], params: SamplingParams) -> Any:
     return output
 
 
-def _write(rows: list[PromptRow], outputs: list[Any], path: Path | None) -> None:
-    lines = []
-    for row, output in zip(rows, outputs, strict=True):
-        for done in output.outputs:
-            record = {
-                "id": row.id,
-                **({"index": done.index} if len(output.outputs) > 1 else {}),
-                "text": done.text,
-                "num_tokens": len(done.token_ids),
-                "finish_reason": done.finish_reason,
-            }
-            lines.append(json.dumps(record, ensure_ascii=False) + "\n")
-    if path is None:
-        sys.stdout.writelines(lines)
-        return
-    options.write_whole(path, "".join(lines))
+def _write_all(
+    llm: LLM, rows: list[PromptRow], prompts: list[Any], params: SamplingParams, args: argparse.Namespace
+) -> list[Any]:
+    """Complete the prompts and write each as soon as those before it are; the outputs of this run."""
+    from infer.text_file import TextFile
+
+    if args.output is None:
+        return _complete(llm, rows, prompts, params, _print_lines)
+    if args.resume and args.output.exists() and not args.output.with_name(args.output.name + ".partial").exists():
+        print(f"{args.output} is complete: nothing to resume", file=sys.stderr)
+        return []
+    keys = [(row.id, index) for row in rows for index in range(params.n)]
+    with TextFile(args.output, keys, resume=args.resume) as file:
+        num_done, rest = divmod(file.num_kept, params.n)
+        if rest:
+            raise ValueError(
+                f"--resume: {file.partial} ends within a prompt's {params.n} texts: delete its last {rest}"
+            )
+        if num_done:
+            print(f"resumed: {num_done} of {len(rows)} prompts are complete", file=sys.stderr)
+        outputs = _complete(llm, rows[num_done:], prompts[num_done:], params, file.write)
+        file.finish()
+    return outputs
+
+
+def _print_lines(records: list[dict[str, Any]]) -> None:
+    sys.stdout.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    sys.stdout.flush()
+
+
+def _complete(
+    llm: LLM,
+    rows: list[PromptRow],
+    prompts: list[Any],
+    params: SamplingParams,
+    write: Callable[[list[dict[str, Any]]], None],
+) -> list[Any]:
+    """All outputs in the prompts' order, each written in its turn, under a bar if somebody watches."""
+    outputs: list[Any] = []
+    early: dict[int, Any] = {}  # complete, but not in its turn
+    num_tokens, began = 0, time.perf_counter()
+    with _progress(len(rows)) as advance:
+        for number, output in llm.as_completed(prompts, params) if prompts else ():
+            early[number] = output
+            num_tokens += sum(len(done.token_ids) for done in output.outputs)
+            advance(f"{num_tokens / (time.perf_counter() - began):.1f} tokens/s")
+            while len(outputs) in early:
+                next_ = early.pop(len(outputs))
+                write(_records(rows[len(outputs)], next_))
+                outputs.append(next_)
+    return outputs
+
+
+def _records(row: PromptRow, output: Any) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": row.id,
+            **({"index": done.index} if len(output.outputs) > 1 else {}),
+            "text": done.text,
+            "num_tokens": len(done.token_ids),
+            "finish_reason": done.finish_reason,
+        }
+        for done in output.outputs
+    ]
+
+
+@contextmanager
+def _progress(num_prompts: int) -> Iterator[Callable[[str], None]]:
+    """A bar on standard error, if that is a terminal; what it yields is told of every prompt."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn()
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=num_prompts, speed="")
+        yield lambda speed: progress.update(task, advance=1, speed=speed)
 
 
 def _acceptance_line(outputs: list[Any]) -> str:

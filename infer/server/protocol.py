@@ -68,6 +68,8 @@ class TextRequest(_Strict):
     logit_bias: dict[str, float] | None = None
     hispec_tiers: bool | None = None
     """Say in every chunk of a stream which tier picked its tokens first, and what was accepted so far."""
+    hispec_plain: bool | None = None
+    """Decode this request plainly, without speculation, to compare speed and text."""
 
     # Given to SamplingParams as they are
     n: int | None = None
@@ -111,6 +113,7 @@ class TextRequest(_Strict):
         return SamplingParams(
             **values,
             **self._lengths(),
+            speculate=not self.hispec_plain,
             logit_bias=None if self.logit_bias is None else _by_id(self.logit_bias),
             structured_outputs=self._form(),
         )

@@ -94,7 +94,8 @@ def chosen(llm: LLM) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
 
 
 def test_no_field_is_left_out():
-    assert set(FIELDS) == {f.name for f in dataclasses.fields(SamplingParams)} - set(_ONLY_ACCEPTED)
+    # `speculate` changes no text: test_speculate.py
+    assert set(FIELDS) == {f.name for f in dataclasses.fields(SamplingParams)} - set(_ONLY_ACCEPTED) - {"speculate"}
 
 
 @pytest.mark.parametrize("name", FIELDS)

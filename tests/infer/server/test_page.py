@@ -89,10 +89,39 @@ def test_events_are_read_whatever_the_pieces():
 
 def test_figures_say_what_was_accepted():
     judged = {"target": {"num_drafts": 4, "num_draft_tokens": 8, "num_accepted": 6}}
-    said = node(f"console.log(JSON.stringify(figures({{draft: 6, target: 4}}, {json.dumps(judged)}, 10, 3)))")
+    said = node(
+        "const m = makeMeter(); m.note(1, 1000); m.note(4, 2000); m.note(5, 4000);"
+        f"console.log(JSON.stringify(figures({{draft: 6, target: 4}}, {json.dumps(judged)}, m)))"
+    )
     assert said == (
         "10 tokens · 3.0 tokens/s · draft 60 % · target 40 % · accepted by target 75 % · 2.50 tokens per full pass"
     )
+
+
+@pytest.mark.parametrize(
+    ("notes", "want"),
+    [
+        ([], None),
+        ([(4, 0)], None),  # one chunk has no speed
+        ([(4, 500), (3, 1500), (3, 2500)], 3),  # what the first chunk brought took an unknown time
+    ],
+)
+def test_speed_counts_what_came_after_the_first_chunk(notes, want):
+    program = "const m = makeMeter();" + "".join(f"m.note({num}, {now});" for num, now in notes)
+    assert node(program + "console.log(JSON.stringify(m.speed()))") == want
+
+
+@pytest.mark.parametrize(
+    ("fast", "plain", "want"),
+    [
+        (("a", 30), ("a", 20), "speed-up 1.50 × · same text"),
+        (("a", 30), ("b", 20), "speed-up 1.50 × · the texts differ"),
+        (("a", None), ("a", 20), "same text"),
+    ],
+)
+def test_a_pair_of_answers_is_compared(fast, plain, want):
+    pair = [{"text": text, "speed": speed} for text, speed in (fast, plain)]
+    assert node(f"console.log(JSON.stringify(verdict(...{json.dumps(pair)})))") == want
 
 
 @pytest.mark.parametrize("whole", ["half an ans", ""])
