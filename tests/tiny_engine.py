@@ -325,13 +325,17 @@ def _rigged(rig: Rig) -> type[Runner]:
         def advance(self, rows, tier):  # type: ignore[no-untyped-def]
             starts = [row.cursors[tier] for row in rows]
             self.cells = [(r, p) for r, start in zip(rows, starts, strict=True) for p in range(start + 1, len(r) + 1)]
-            return super().advance(rows, tier)
+            states = super().advance(rows, tier)
+            numbers = torch.arange(len(states), device=states.device).unsqueeze(1)
+            return torch.cat([states, numbers.to(states.dtype)], dim=1)  # so that each is known again
 
         def logits(self, tier, states):  # type: ignore[no-untyped-def]
-            logits = super().logits(tier, states)
-            cells, self.cells = self.cells[: len(logits)], self.cells[len(logits) :]
+            if states.shape[1] == self._unembeds[tier][3].width:  # a prompt's
+                return super().logits(tier, states)
+            logits = super().logits(tier, states[:, :-1].contiguous())
             if tier == self.num_tiers - 1 and not getattr(rig, "rigs_target", False):
                 return logits
+            cells = [self.cells[int(number)] for number in states[:, -1]]
             return torch.stack([rig(row, tier, p, line) for (row, p), line in zip(cells, logits, strict=True)])
 
     return RiggedRunner

@@ -43,13 +43,13 @@ class Calls:
 
     def __init__(self, tiny: Tiny) -> None:
         self.made: list[tuple[int, int]] = []
-        score = tiny.runner.score
+        advance = tiny.runner.advance
 
         def noted(rows, tier):
             self.made.append((tier, max(len(row) - row.cursors[tier] for row in rows)))
-            return score(rows, tier)
+            return advance(rows, tier)
 
-        tiny.runner.score = noted
+        tiny.runner.advance = noted
 
 
 def run(is_sure, is_right=lambda *where: True, prompts=PROMPTS[:1], **options):

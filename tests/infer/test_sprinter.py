@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from infer.artifact import SPRINTER, Artifact
-from infer.bench import run_bench, summary
+from infer.bench import run_bench
+from infer.bench_summary import summary
 from infer.check import check
 from infer.cli import main
 from infer.llm import LLM
