@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Self
 
+from infer.hub import find_folder
 from infer.manifest import EXPORT_AGAIN, MANIFEST, BuildInfo, FileRecord, Manifest
 from infer.records import MAX_JSON
 
@@ -47,8 +48,9 @@ class Artifact:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
-        """Read and check the whole folder; raises ValueError naming the first file that is not as recorded."""
-        path = Path(path)
+        """Read and check the whole folder, or what an id on the hub stands for (`hub`); raises ValueError naming the
+        first file that is not as recorded."""
+        path = find_folder(path)
         if not path.is_dir():
             raise ValueError(f"artifact {path}: no such folder; {EXPORT_AGAIN}")
         names = set(_file_names(path))
