@@ -16,9 +16,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:  # torch and transformers take seconds, `--help` and a wrong option should not
     from train.heads import ExitConfig
     from train.model import EarlyExitModel
+    from train.promise import Promise
 
 BACKENDS = ("eager", "inductor", "onnx", "tensorrt")  # of export.backends, whose import takes seconds
 DTYPES = ("float32", "bfloat16")
+OF_ARTIFACTS = (
+    "backend", "max_model_len", "block_size", "prefill_chunk", "autotune", "workers", "no_cache", "push_to_hub",
+)  # fmt: skip
 
 
 class Source(NamedTuple):
@@ -29,6 +33,7 @@ class Source(NamedTuple):
     exits: list[ExitConfig]
     heads: Path | None  # None: nothing trained
     reference: dict[str, Any] | None = None  # exits.json on a new reference model, which is not the base
+    promise: Promise | None = None  # what validation says of the exits, where it was written down
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,7 +77,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m export", description="Export a base model and its exits as an artifact that infer runs."
     )
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--checkpoint", type=Path, metavar="DIR", help="folder heads/ that `python -m train fit` wrote")
+    source.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", help="heads/ that `python -m train fit` wrote, or a hub id of one"
+    )
     source.add_argument("--config", type=Path, metavar="YAML", help="training config, for exits that are all native")
     parser.add_argument("--output", type=Path, metavar="DIR", help="artifact folder to write")
     parser.add_argument(
@@ -91,6 +98,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prefill-chunk", type=int, default=128, metavar="N", help="prompt tokens a call (default: 128)"
     )
+    parser.add_argument(
+        "--push-to-hub", metavar="OWNER/NAME", help="then push the artifact there; public, if the repository is new"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace what stands at --output and --hf-draft")
     parser.add_argument(
         "--autotune",
@@ -99,6 +109,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--workers", type=int, metavar="N", help="programs that compile at once (default: 2, with --autotune 1)"
+    )
+    parser.add_argument(
+        "--no-cache",
+        action="store_true",
+        help="inductor: compile every program, and keep none for the next export (in ~/.cache/hispec or HISPEC_CACHE)",
     )
     return parser
 
@@ -125,8 +140,11 @@ def _run(args: argparse.Namespace) -> int:
         raise ValueError(
             f"--workers {args.workers} with --autotune would time kernels beside a compiler: use --workers 1"
         )
+    from export.artifact_card import artifact_card
     from export.hf_draft import DraftOptions, check_folder, check_forms, write_drafts
     from export.writer import ExportOptions, check_options, write_artifact
+    from infer.artifact import Artifact
+    from infer.hub import cache_root, check_login, find_folder, push_folder
     from train.base_model import find_tokenizer
     from train.reference import describe_reference
 
@@ -143,15 +161,18 @@ def _run(args: argparse.Namespace) -> int:
             overwrite=args.overwrite,
             autotune=args.autotune,
             num_workers=args.workers,
+            cache=None if args.no_cache else cache_root() / "packages",
         )
         check_options(artifact)
     if args.hf_draft is not None:
         drafts = DraftOptions(folder=args.hf_draft, dtypes=dtypes, device=args.device, overwrite=args.overwrite)
         _check_apart(args.output, args.hf_draft)
         check_folder(drafts)
-    source = read_source(args.checkpoint, args.config)
+    if args.push_to_hub is not None:
+        check_login(args.push_to_hub)
+    source = read_source(None if args.checkpoint is None else find_folder(args.checkpoint), args.config)
     if artifact is not None:
-        artifact = replace(artifact, reference=source.reference)
+        artifact = replace(artifact, reference=source.reference, promise=source.promise)
     if drafts is not None:
         drafts = replace(drafts, reference=source.reference)
         check_forms(source.exits)
@@ -163,6 +184,8 @@ def _run(args: argparse.Namespace) -> int:
     report(f"base {source.base}, exits " + ", ".join(f"{e.name}@{e.layer} {e.head}" for e in source.exits))
     if source.reference is not None:
         report(f"the reference is a new model, not {describe_reference(source.reference)}")
+    if artifact is not None and source.promise is None:
+        report("no validation.json with the heads: acceptance is not checked (python -m train promise writes one)")
     tokenizer = find_tokenizer(source.base, source.revision)
     if tokenizer is None:
         report(f"{source.base} has no tokenizer: what is written will take token ids only")
@@ -172,6 +195,10 @@ def _run(args: argparse.Namespace) -> int:
     if artifact is not None:
         write_artifact(lambda dtype: load_model(source, dtype), tokenizer, artifact, report)
         report(f"wrote {artifact.output}")
+        if args.push_to_hub is not None:
+            card = artifact_card(Artifact.open(artifact.output), args.push_to_hub)
+            address = push_folder(artifact.output, args.push_to_hub, card, "HiSpec artifact")
+            report(f"pushed it to {address}: LLM({args.push_to_hub!r}) runs it")
     return 0
 
 
@@ -181,7 +208,7 @@ def _refuse_options_of_artifacts(args: argparse.Namespace) -> None:
         raise ValueError(
             "nothing to write: give --output DIR for an artifact, --hf-draft DIR for plain models, or both"
         )
-    for name in ("backend", "max_model_len", "block_size", "prefill_chunk", "autotune", "workers"):
+    for name in OF_ARTIFACTS:
         if getattr(args, name) != _parser().get_default(name):
             raise ValueError(f"--{name.replace('_', '-')} is for an artifact: give --output DIR too, or leave it out")
 
@@ -211,12 +238,14 @@ def read_source(checkpoint: Path | None, config: Path | None) -> Source:
     from train.config_file import model_section
     from train.heads import exit_configs
     from train.model import read_heads_record
+    from train.promise import Promise
     from train.reference import base_of
 
     if checkpoint is not None:
         record = read_heads_record(checkpoint)
         base, revision = base_of(checkpoint, record)
-        return Source(base, revision, exit_configs(record["exits"]), checkpoint, record.get("backbone"))
+        promise = Promise.read(checkpoint)
+        return Source(base, revision, exit_configs(record["exits"]), checkpoint, record.get("backbone"), promise)
     assert config is not None
     section = model_section(config)
     exits = exit_configs(section.get("exits") or [])

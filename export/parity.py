@@ -123,9 +123,7 @@ class Caller:
         # (`contiguous` would leave a single column its odd stride, which a package that checks its inputs refuses)
         descending = torch.arange(len(rows) * blocks_per_row, 0, -1).view(blocks_per_row, len(rows))
         blocks = descending.T.clone(memory_format=torch.contiguous_format)
-        num_layers = 1 + max(layer for info in self.infos.values() for layer in info.kv_layers)
-        shape = (len(rows) * blocks_per_row + 1, self.block_size, self.num_kv_heads, self.head_dim)
-        pages = [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2 * num_layers)]
+        pages = self.new_pages(len(rows) * blocks_per_row)
         found: dict[str, list[list[Tensor]]] = {span.name: [[] for _ in rows] for span in self.spans}
         done = [0] * len(rows)
         before: list[Tensor | None] = [None] * len(rows)  # [D] the target's state of the position before
@@ -158,7 +156,7 @@ class Caller:
         x = x.to(self.device)
         hidden: dict[str, Tensor] = {}
         for span in self.spans:
-            x = hidden[span.name] = self._call(f"{span.name}.trunk", x, query, pages)
+            x = hidden[span.name] = self.call(f"{span.name}.trunk", x, query, pages)
         context = torch.zeros_like(x)
         context[:, 1:] = x[:, :-1]
         for b, (count, state) in enumerate(zip(counts, before, strict=True)):
@@ -170,14 +168,21 @@ class Caller:
             hidden[name] = torch.cat([hidden[name], context], dim=-1)
         return {span.name: self._head(span.name, hidden[span.name], query, pages) for span in self.spans}
 
-    def _call(self, name: str, x: Tensor, query: tuple[Tensor, ...], pages: list[Tensor]) -> Tensor:
+    def new_pages(self, num_blocks: int) -> list[Tensor]:
+        """k and v of every layer, for so many blocks beside the null block."""
+        num_layers = 1 + max(layer for info in self.infos.values() for layer in info.kv_layers)
+        shape = (num_blocks + 1, self.block_size, self.num_kv_heads, self.head_dim)
+        return [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2 * num_layers)]
+
+    def call(self, name: str, x: Tensor, query: tuple[Tensor, ...], pages: list[Tensor]) -> Tensor:
+        """A program over pages; query: positions [B, T], slots [B, T], block_table [B, M]."""
         kv = [pages[2 * layer + i] for layer in self.infos[name].kv_layers for i in (0, 1)]
         return self.programs[name](x, *query, kv)
 
     def _head(self, name: str, hidden: Tensor, query: tuple[Tensor, ...], pages: list[Tensor]) -> Tensor:
         exit_, unembed = f"{name}.exit", f"{name}.unembed"
         if self.infos[exit_].kv_layers:
-            states = self._call(exit_, hidden, query, pages).flatten(0, 1)
+            states = self.call(exit_, hidden, query, pages).flatten(0, 1)
         else:
             states = self.programs[exit_](hidden.flatten(0, 1))
         logits = self.programs[unembed if unembed in self.programs else "unembed"](states)

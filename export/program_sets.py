@@ -14,14 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from export import bitwise, parity, served_tokens
+from export import acceptance, bitwise, parity, served_tokens
 from export.backends import BACKENDS
 from export.backends.backend import BuildJob
 from export.graphs import Graphs
 from export.programs import Program, Span
 from infer.artifact import Artifact, ProgramSet, write_manifest
 from infer.device import gpu_name, host_capability
+from infer.draft_vocab import read_draft_vocabs
+from infer.llm import LLM
 from infer.manifest import BuildInfo, Limits, Manifest, ProgramInfo
+from train.promise import Promise
 
 if TYPE_CHECKING:
     from export.writer import ExportOptions
@@ -83,6 +86,7 @@ def build_programs(
         autotune=options.autotune,
         num_threads=build.num_threads,
         num_workers=options.num_workers,
+        cache=options.cache,
         report=lambda line: report(f"{made.dtype}: {line}"),
     )
     counted = module.build(job)
@@ -101,17 +105,7 @@ def measure_programs(
     """Hold programs, loaded as the runtime will, to parity, measure their bitwise ranges, write build.json."""
     start = time.perf_counter()
     base, infos, dtype = manifest.base, programs.build.programs, getattr(torch, made.dtype)
-    caller = parity.Caller(
-        programs=calls,
-        infos=infos,
-        spans=made.spans,
-        contexts=[e.name for e in manifest.exits if e.context],
-        block_size=manifest.block_size,
-        num_kv_heads=base.num_kv_heads,
-        head_dim=base.head_dim,
-        dtype=dtype,
-        device=torch.device(programs.build.device),
-    )
+    caller = _caller(programs.build, calls, made, manifest)
     found = parity.check(caller, made.rows, made.reference, manifest.limits.max_batch)
     where = f"{programs.build.backend} {made.dtype}"
     for tier in found:
@@ -133,20 +127,23 @@ def measure_programs(
     return found, build
 
 
+def record_set(folder: Path, build: BuildInfo, manifest: Manifest) -> Artifact:
+    """The folder as an artifact of these programs alone: to record and check all files for each set would take ever
+    longer."""
+    return Artifact(folder, write_manifest(folder, manifest, within=f"programs/{build.folder_name}"))
+
+
 def serve_programs(
-    folder: Path,
+    artifact: Artifact,
     build: BuildInfo,
     calls: dict[str, Callable[..., Any]],
     made: Made,
-    manifest: Manifest,
     oracle: served_tokens.Oracle,
     report: Callable[[str], None],
 ) -> served_tokens.ServedTokens:
     """Hold the tokens that the runtime serves to plain decoding's, in fp32 to Hugging Face's."""
     start = time.perf_counter()
-    # To the runtime this set is the whole artifact: to record and check all files for each would take ever longer
-    artifact = Artifact(folder, write_manifest(folder, manifest, within=f"programs/{build.folder_name}"))
-    prompts = served_tokens.calibration_prompts(made.rows, manifest)
+    prompts = served_tokens.calibration_prompts(made.rows, artifact.manifest)
     asked = oracle if made.dtype == "float32" else None  # elsewhere rounding decides
     served = served_tokens.check(artifact, build, calls, prompts, asked)
     who = ", ".join([*served.strategies, *(["transformers"] if asked else [])])
@@ -155,6 +152,62 @@ def serve_programs(
         f"checked in {time.perf_counter() - start:.0f} s"
     )
     return served
+
+
+def hold_acceptance(
+    artifact: Artifact,
+    build: BuildInfo,
+    calls: dict[str, Callable[..., Any]],
+    made: Made,
+    promise: Promise,
+    report: Callable[[str], None],
+) -> list[acceptance.Kept]:
+    """Hold what exits are worth to the target to what validation promised."""
+    start, manifest = time.perf_counter(), artifact.manifest
+
+    def make_llm(num_blocks: int, max_num_seqs: int) -> LLM:
+        return LLM(
+            artifact,
+            "layerskip",
+            backend=build.backend,
+            dtype=build.dtype,
+            device=build.device,
+            num_blocks=num_blocks,
+            max_num_seqs=max_num_seqs,
+            enforce_eager=True,
+            programs=calls,
+        )
+
+    counter = acceptance.Counter(
+        caller=_caller(build, calls, made, manifest),
+        exits=manifest.exits[:-1],
+        draft_vocabs=read_draft_vocabs(artifact, build.device),
+        prefill_chunk=manifest.limits.prefill_chunk,
+        max_model_len=manifest.limits.max_model_len,
+    )
+    where = f"{build.backend} {build.dtype}"
+    found = acceptance.check(counter, make_llm, where, promise)
+    for kept in found:
+        report(
+            f"{where}: {kept.exit} by {kept.by}, acceptance length {kept.found.length:.3f}, expected "
+            f"{kept.expected.length:.3f}"
+        )
+    report(f"{where}: acceptance checked in {time.perf_counter() - start:.0f} s")
+    return found
+
+
+def _caller(build: BuildInfo, calls: dict[str, Callable[..., Any]], made: Made, manifest: Manifest) -> parity.Caller:
+    return parity.Caller(
+        programs=calls,
+        infos=build.programs,
+        spans=made.spans,
+        contexts=[e.name for e in manifest.exits if e.context],
+        block_size=manifest.block_size,
+        num_kv_heads=manifest.base.num_kv_heads,
+        head_dim=manifest.base.head_dim,
+        dtype=getattr(torch, made.dtype),
+        device=torch.device(build.device),
+    )
 
 
 def _tokens(program: Program, vocab_size: int, dtype: torch.dtype) -> torch.Tensor:

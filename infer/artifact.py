@@ -27,6 +27,7 @@ from typing import Self
 
 import torch
 
+from infer.hub import find_folder
 from infer.manifest import EXPORT_AGAIN, MANIFEST, BuildInfo, FileRecord, Manifest
 from infer.records import MAX_JSON
 
@@ -61,8 +62,9 @@ class Artifact:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
-        """Read and check the whole folder; raises ValueError naming the first file that is not as recorded."""
-        path = Path(path)
+        """Read and check the whole folder, or what an id on the hub stands for (`hub`); raises ValueError naming the
+        first file that is not as recorded."""
+        path = find_folder(path)
         if not path.is_dir():
             raise ValueError(f"artifact {path}: no such folder; {EXPORT_AGAIN}")
         names = set(_file_names(path))

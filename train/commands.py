@@ -1,4 +1,4 @@
-"""What each command of `python -m train` does, but for `generate` and `merge`, which have files of their own."""
+"""What each command of `python -m train` does, but for those that have files of their own."""
 
 from __future__ import annotations
 
@@ -96,3 +96,28 @@ def run_measure(argv: Sequence[str]) -> int:
     console().print(measure.table(found))
     console().print(f"largest difference {found.largest_difference:.1f} points, allowed {options.tolerance:g}")
     return 0 if found.largest_difference <= options.tolerance else 1
+
+
+def run_promise(argv: Sequence[str]) -> int:
+    """`promise`: validation.json of a folder heads/ that has none, or another one; its weights stay as they are."""
+    from pathlib import Path
+
+    from train.counting import promise
+    from train.promise import FILE, describe
+
+    quieten()
+    cli = make_cli(["fit", *argv], run=False)
+    module, data, folder = cli.model, cli.datamodule, cli.config.fit.model.warm_start
+    if not module.is_warm:
+        raise ValueError("promise: model.warm_start is not set: name the folder heads/ whose exits are to be validated")
+    if not Path(folder).is_dir():
+        raise ValueError(f"promise: model.warm_start={folder} is no folder on this machine, to write into")
+    data.setup("fit")
+    module.model.place(cli.trainer.strategy.root_device)
+    with cli.trainer.precision_plugin.val_step_context():
+        found = promise(module, data.val_rows)
+    assert found is not None, "the data module has refused rows without labels"
+    found.write(Path(folder))
+    sums = {name: found.acceptance(name) for name in found.exits}
+    print(f"wrote {Path(folder) / FILE}: {len(found.rows)} held-out rows, {describe(sums)}")
+    return 0

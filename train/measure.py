@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from lightning.fabric.utilities import move_data_to_device
 from rich.table import Table
 
 from infer.llm import LLM
@@ -21,10 +19,10 @@ from infer.output import check_whole
 from infer.params import SamplingParams
 from infer.strategy import Policy
 from infer.verify import mean_acceptance_length
-from train.batches import collate, widen
 from train.chat import Encoded
+from train.counting import count
 from train.engine_author import read_manifest
-from train.figures import TARGET, Figures
+from train.figures import TARGET
 from train.model import EarlyExitModel
 from train.module import EarlyExitModule
 from train.option_parser import OptionParser
@@ -83,18 +81,6 @@ class Measured:
     def largest_difference(self) -> float:
         """In points."""
         return 100 * max(abs(a - b) for a, b in zip(self.validated, self.served, strict=True))
-
-
-def count(module: EarlyExitModule, rows: Sequence[Encoded]) -> Figures:
-    """Validation's figures over `rows`, outside of a Trainer."""
-    module.eval()
-    module.on_validation_epoch_start()
-    family = module.model.family
-    with torch.no_grad():
-        for n, row in enumerate(rows):
-            batch = widen(collate([row]), family.max_positions)
-            module.validation_step(move_data_to_device(batch, family.unembedding.device), n)
-    return module.figures
 
 
 def measure(module: EarlyExitModule, llm: LLM, rows: Sequence[Encoded], max_new_tokens: int) -> Measured:

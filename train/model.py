@@ -28,6 +28,7 @@ from train.base_pass import NOTHING, Asked, BasePass, hidden_after, prepare, run
 from train.context import context_states, tokens_back
 from train.family import Family
 from train.heads import ExitConfig, ExitHead, check_draft_vocab, check_exits, exit_configs
+from train.promise import Promise
 from train.reference import Drift, write_reference
 from train.shards import whole
 from train.whole_folder import whole_folder
@@ -214,16 +215,19 @@ class EarlyExitModel(nn.Module):
         folder: str | os.PathLike[str],
         dtype: torch.dtype | None = None,
         drift: Drift | None = None,
+        promise: Promise | None = None,
         *,
         writes: bool = True,
     ) -> None:
-        """Write heads.safetensors, exits.json and the trimmed vocabularies; the folder appears whole or not at all.
+        """Write heads.safetensors, exits.json, the trimmed vocabularies and validation.json; the folder appears whole
+        or not at all.
 
         Of a base that is trained also what makes the new reference model, with the record of it.
 
         Args:
             dtype: of the heads' weights in the file; None: as they are.
             drift: how far the new reference is from the base that training began with, where it was measured.
+            promise: what validation says of these weights; None: they were not validated.
             writes: False on all processes but one: heads that are sharded are gathered by all together.
         """
         weights = {name: whole(w.detach()).to("cpu", dtype).contiguous() for name, w in self.heads.state_dict().items()}
@@ -243,6 +247,8 @@ class EarlyExitModel(nn.Module):
             if self.mode != "frozen":
                 record |= write_reference(unfinished, self.base, self.mode, drift)
             (unfinished / "exits.json").write_text(json.dumps(record, indent=2) + "\n")
+            if promise is not None:
+                promise.write(unfinished)
 
     def load_heads(self, folder: str | os.PathLike[str]) -> None:
         """Load weights and vocabularies of `folder` into this model's exits, which must be the same.

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
+from infer.hub import find_folder
 from train.backbone import Backbone, Lora, check_backbone
 from train.base_model import dtype_of, load_base
 from train.base_pass import NOTHING, Asked, BasePass, pass_again
@@ -61,8 +62,8 @@ class EarlyExitModule(LightningModule):
             stops.
         closed_form_labels: labels on which the linear parts of heads are fitted in closed form before the first step,
             so that training need not look for them; 0 begins with zeros.
-        warm_start: a folder heads/ whose weights to begin with. Nothing else is taken over; to go on with a run that
-            stopped, give --ckpt_path instead.
+        warm_start: a folder heads/, or a hub id of one, whose weights to begin with. Nothing else is taken over; to go
+            on with a run that stopped, give --ckpt_path instead.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class EarlyExitModule(LightningModule):
         self.model.heads.float().train()
         self.is_warm = warm_start is not None
         if warm_start is not None:
-            self.model.load_heads(warm_start)
+            self.model.load_heads(find_folder(warm_start))
         if backbone == "lora":
             self.model.adapt(self.lora)
         elif backbone == "full":

@@ -26,6 +26,7 @@ class BuildJob:
     autotune: bool
     num_threads: int
     num_workers: int  # programs that may compile at once
+    cache: Path | None  # of compiled programs, kept between exports; None: compile everything
     report: Callable[[str], None]  # gets a line for each step
 
 

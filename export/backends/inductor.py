@@ -1,7 +1,8 @@
 """AOTInductor packages: the exported graph compiled ahead of time by the C++ compiler, weights inside.
 
 Programs are compiled in processes of their own, each from the eager form on disk, so that several compile at once and
-Inductor's caches end with them. It knows nothing of models; the traps that its options avoid stand in DESIGN §5.
+Inductor's caches end with them; finished packages are kept for the next export (`package_cache`). It knows nothing of
+models; the traps that its options avoid stand in DESIGN §5.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch.export import ExportedProgram
 
 from export.attention import Form
 from export.backends.backend import BuildJob
+from export.package_cache import PackageCache, conditions, file_sha256, key_of
 from infer.backends.eager import read_graph
 from infer.package import PROGRAM_KEY
 
@@ -89,13 +91,41 @@ def build(job: BuildJob) -> dict[str, dict[str, int]]:
         )
         for name in job.names
     ]
-    for name, seconds in _compile_all(jobs, job.num_workers):
+    keys = _keys(jobs, job)
+    cache = PackageCache(job.cache) if job.cache is not None else None
+    taken = [one for one in jobs if cache is not None and one.name in keys and cache.take(keys[one.name], one.package)]
+    if taken:
+        job.report(f"{len(taken)} of {len(jobs)} packages as an earlier export has compiled them, from {job.cache}")
+    packages = {one.name: one.package for one in jobs}
+    for name, seconds in _compile_all([one for one in jobs if one not in taken], job.num_workers):
         job.report(f"compiled {name} in {seconds:.0f} s")
+        if cache is not None and name in keys:
+            cache.keep(keys[name], packages[name])
     return {one.name: count_kernels(one.package) for one in jobs}
+
+
+def _keys(jobs: Sequence[_Job], job: BuildJob) -> dict[str, str]:
+    """Program → what its package is kept under; none where the cache can't be used, or kernels are chosen by trial: a
+    choice that another process has spoilt would stay."""
+    if job.cache is None or job.device == "cuda" or any(one.autotune for one in jobs):
+        return {}
+    if fault := PackageCache(job.cache).fault():
+        job.report(f"no cache of compiled packages: {fault}")
+        return {}
+    shared = conditions() | {"code": file_sha256(Path(__file__)), "options": options(job.device, autotune=False)}
+    return {
+        one.name: key_of(
+            shared | {"name": one.name, "device": one.device, "threads": one.num_threads},
+            [one.graph_file, one.weights_file],
+        )
+        for one in jobs
+    }
 
 
 def _compile_all(jobs: Sequence[_Job], num_workers: int) -> Iterator[tuple[str, float]]:
     """Compile all jobs, largest first, `num_workers` at a time; yields (name, seconds) as they end."""
+    if not jobs:
+        return
     largest_first = sorted(jobs, key=lambda job: -job.weights_file.stat().st_size)
     spawn = multiprocessing.get_context("spawn")  # torch's threads don't survive a fork
     with (

@@ -1,10 +1,12 @@
 """What a user can do wrong: a clear line, exit code 2, and nothing written."""
 
+import gc
 import json
 import os
 import signal
 import sys
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,11 +14,14 @@ import pytest
 import torch
 
 from export.backends import tensorrt
-from export.cli import main
+from export.cli import Source, load_model, main
 from export.disk import check_space
+from export.parity import ParityError
+from export.writer import ExportOptions, write_artifact
 from infer.artifact import Artifact
 from tests.export.tiny_exits import make_early_exit
 from train.heads import ExitConfig
+from train.model import EarlyExitModel
 
 NATIVE = "model:\n  base: {base}\n  exits:\n    - {{name: draft, layer: 1, head: native}}\n"
 
@@ -223,3 +228,26 @@ def test_tensorrt_finds_all_it_needs_where_it_is_installed() -> None:
     else:
         with pytest.raises(ValueError, match="no CUDA device"):
             tensorrt.check_available("cuda", ["float32"])
+
+
+def test_the_models_weights_are_let_go_before_programs_are_built(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = list[weakref.ref[torch.Tensor]]()
+
+    def make(dtype: str) -> EarlyExitModel:
+        model = load_model(Source(str(base), None, [ExitConfig(name="draft", layer=1)], None), dtype)
+        weights.extend(weakref.ref(parameter) for parameter in model.base.parameters())
+        return model
+
+    def stop(*_: object) -> None:
+        assert weights and all(weight() is None for weight in weights)
+        raise ParityError("stopped")
+
+    monkeypatch.setattr("export.writer.build_programs", stop)
+    gc.disable()  # it might run by chance
+    try:
+        with pytest.raises(ParityError, match="stopped"):
+            write_artifact(make, None, ExportOptions(output=tmp_path / "artifact", dtypes=("bfloat16",)))
+    finally:
+        gc.enable()

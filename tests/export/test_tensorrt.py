@@ -65,7 +65,8 @@ def job(tmp_path: Path) -> BuildJob:
     (tmp_path / "out").mkdir()
     return BuildJob(
         names=names, graphs=graphs, folder=tmp_path / "out", weights=tmp_path / "weights", device="cpu",
-        dtype="float32", limits=LIMITS, autotune=False, num_threads=1, num_workers=1, report=lambda line: None,
+        dtype="float32", limits=LIMITS, autotune=False, num_threads=1, num_workers=1, cache=None,
+        report=lambda line: None,
     )  # fmt: skip
 
 

@@ -45,6 +45,19 @@ def test_fit_twice_then_resume_and_validate(config, tmp_path, capsys):
     assert "acceptance_length" in capsys.readouterr().out
 
 
+def test_fit_leaves_its_promise_with_the_heads_and_promise_writes_the_same(config, tmp_path, capsys):
+    assert main(["fit", "--config", str(config)]) == 0
+    heads = tmp_path / "run" / "heads"
+    first = (heads / "validation.json").read_text()
+    assert json.loads(first)["exits"] == ["draft", "intermediate"]
+    (heads / "validation.json").unlink()
+    assert main(["promise", "--config", str(config)]) == 2
+    assert "model.warm_start is not set" in capsys.readouterr().err
+    assert main(["promise", "--config", str(config), "--model.warm_start", str(heads)]) == 0
+    assert (heads / "validation.json").read_text() == first
+    assert "6 held-out rows, draft agreement" in capsys.readouterr().out
+
+
 def test_lint_prints_counts_a_sample_and_whose_text_it_is_and_trains_nothing(config, tmp_path, capsys):
     assert main(["lint", "--config", str(config), "--data.max_length", "15"]) == 0
     out = capsys.readouterr().out
