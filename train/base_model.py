@@ -29,6 +29,7 @@ from transformers.utils import logging as transformers_logging
 
 from infer.hub import cache_root
 from infer.tokenizer import has_tokenizer
+from train.quantized_base import check_quantization, mark, to_plain
 from train.whole_folder import open_to_readers
 
 EMBEDDED = "smollm2-135m"
@@ -57,8 +58,15 @@ def resolve_base(name: str, revision: str | None = None) -> Path | str:
 
 
 def load_base(name: str, revision: str | None = None, dtype: str = "float32") -> PreTrainedModel:
-    """The frozen base in eval mode. Its config is its own: every call reads a new one from the files."""
-    model = _from_pretrained(AutoModelForCausalLM, name, revision, dtype=dtype_of(dtype))
+    """The frozen base in eval mode. Its config is its own: every call reads a new one from the files.
+
+    A base that comes quantised is loaded as the plain numbers that it stands for; see `quantized_base`.
+    """
+    number_type = dtype_of(dtype)
+    check_quantization(name, _from_pretrained(AutoConfig, name, revision))
+    model = _from_pretrained(AutoModelForCausalLM, name, revision, dtype=number_type)
+    if getattr(model.config, "quantization_config", None) is not None:
+        to_plain(model)
     model.base_name, model.base_revision = name, revision
     return model.eval().requires_grad_(False)
 
@@ -71,8 +79,11 @@ def dtype_of(name: str, field: str = "dtype") -> torch.dtype:
 
 
 def load_config(name: str, revision: str | None = None) -> PreTrainedConfig:
-    """The base's config, without its weights."""
-    return _from_pretrained(AutoConfig, name, revision)
+    """The base's config, without its weights, as `load_base` leaves it."""
+    config: PreTrainedConfig = _from_pretrained(AutoConfig, name, revision)
+    check_quantization(name, config)
+    mark(config)
+    return config
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:

@@ -1,5 +1,5 @@
 """`python -m infer bench`: strategies and peers side by side in one run; with --profile, where a step's time goes; with
---programs, backends side by side."""
+--programs, backends side by side; with --memory, what each set of programs adds to a process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infer import bench_plots
-from infer.commands import options, program_bench
+from infer.commands import memory_bench, options, program_bench
 from infer.commands.sampling import add_sampling_options, sampling_params
 
 if TYPE_CHECKING:
@@ -52,10 +52,15 @@ def add(commands: Any) -> None:
         help="instead: the runtime's own time per call, and each part's share of a step (batch sizes 1,8,16)",
     )
     program_bench.add_options(parser)
+    memory_bench.add_options(parser)
     parser.set_defaults(run=lambda args: _run(args, parser), batch_sizes=None)
 
 
 def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    if args.memory:
+        memory_bench.check_options(args, parser)
+        options.check_output(args.output)
+        return memory_bench.run(args)
     program_bench.check_options(args, parser)
     if args.programs:
         args.batch_sizes = args.batch_sizes or "1,8"
