@@ -1,6 +1,7 @@
 """Losses from states: unembedding and loss together, chunk by chunk, so that [tokens × vocabulary] never stands whole.
 
-The target's logits are computed once per chunk, for all exits, and thrown away with it. The gradient is taken in the
+The target's logits are computed once per chunk, for all exits, and thrown away with it; its law on the ids of a trimmed
+vocabulary once for all exits that have these ids. The gradient is taken in the
 forward pass, while a chunk's logits are there: what is kept is [N, E]. The unembedding is no exit's to train and gets
 none; `text_loss`, which trains a base, gives it one.
 liger-kernel's fused losses are not used: they know neither trimmed vocabularies nor the acceptance.
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from train.losses import ExitLoss, Laws, evaluate
+from train.losses import ExitLoss, Laws, TargetLaw, evaluate
 
 CHUNK = 256  # tokens whose logits stand in memory at once; on CPU larger ones are slower
 SLICE = 16  # of these, tokens whose laws are computed together on CPU: [16, 8192] stays in the core's own cache
@@ -32,8 +33,8 @@ class Readout(NamedTuple):
     """How an exit's states become a loss."""
 
     loss: ExitLoss
-    unembed: Unembed  # frozen
-    ids: Tensor | None  # [V'] int64 ascending, the ids of a trimmed vocabulary
+    unembed: Unembed  # frozen; the judge's own rows `ids`, so that it reads the judge's states as well
+    ids: Tensor | None  # [V'] int64 ascending, the ids of a trimmed vocabulary; equal ones best be one tensor
 
 
 class Judge(NamedTuple):
@@ -42,6 +43,7 @@ class Judge(NamedTuple):
     states: Tensor  # [N, E] the target's, ready to be unembedded
     labels: Tensor  # [N] int64 the text's own tokens
     unembed: Unembed  # over the whole vocabulary
+    log_partition: Tensor | None = None  # [N] float32, the logsumexp of its logits, where that is known already
 
 
 class LossSum(NamedTuple):
@@ -86,25 +88,29 @@ class _ChunkedLosses(torch.autograd.Function):
         rows = [_label_rows(judge.labels, readout.ids) for readout in readouts]
         dtype = torch.promote_types(judge.states.dtype, torch.float32)
         sums = [torch.zeros(len(r.loss.weights), dtype=dtype, device=judge.states.device) for r in readouts]
+        groups = _alike(readouts)
         for start in range(0, len(judge.labels), chunk):
             part = slice(start, start + chunk)
-            target = judge.unembed(judge.states[part].detach())  # [n, V]
-            trimmed = {r.loss.temperature for r in readouts if r.ids is not None}
-            partitions = {t: _log_partition(target, t, dtype) for t in trimmed}
-            for n, readout in enumerate(readouts):
+            whole, partitions = _whole_logits(judge, readouts, part, dtype)
+            for group in groups:
                 with torch.enable_grad():
-                    own = states[n][part].detach().requires_grad_(needed[n])
-                    logits = readout.unembed(own)  # [n, V']
-                partition = None if readout.ids is None else partitions[readout.loss.temperature]
-                slopes = torch.empty_like(logits, requires_grad=False)
-                for cut in (slice(first, first + size) for first in range(0, len(target), size)):
-                    inner = None if partition is None else partition[cut]
-                    laws = _laws(readout, target[cut], inner, logits.detach()[cut], rows[n][part][cut], dtype)
-                    values, slopes[cut] = evaluate(readout.loss, laws)
-                    sums[n] += values
-                gradient = gradients[n]
-                if gradient is not None:
-                    (gradient[part],) = torch.autograd.grad(logits, own, slopes)
+                    own = [states[n][part].detach().requires_grad_(needed[n]) for n in group]
+                    logits = [readouts[n].unembed(x) for n, x in zip(group, own)]  # [n, V']
+                slopes = [torch.empty_like(z, requires_grad=False) for z in logits]
+                loss, unembed, ids = readouts[group[0]]
+                target = whole if ids is None else unembed(judge.states[part].detach())  # [n, V']
+                assert target is not None
+                for piece in (slice(first, first + size) for first in range(0, len(target), size)):
+                    partition = None if ids is None else partitions[loss.temperature][piece]
+                    law = TargetLaw(_at(target[piece], loss.temperature, dtype), partition)
+                    for n, z, slope in zip(group, logits, slopes):
+                        laws = Laws(law, _at(z.detach()[piece], loss.temperature, dtype), rows[n][part][piece])
+                        values, slope[piece] = evaluate(readouts[n].loss, laws)
+                        sums[n] += values
+                for n, x, z, slope in zip(group, own, logits, slopes):
+                    gradient = gradients[n]
+                    if gradient is not None:
+                        (gradient[part],) = torch.autograd.grad(z, x, slope)
         ctx.gradients = gradients
         terms = torch.cat(sums)
         ctx.mark_non_differentiable(terms)
@@ -119,12 +125,25 @@ class _ChunkedLosses(torch.autograd.Function):
         return (None, None, None, *own)
 
 
-def _laws(
-    readout: Readout, target: Tensor, partition: Tensor | None, logits: Tensor, label_rows: Tensor, dtype: torch.dtype
-) -> Laws:
-    """Of a slice: target [n, V], its partition [n] where the exit is trimmed, logits [n, V'] and label rows [n]."""
-    kept, t = target if readout.ids is None else target[:, readout.ids], readout.loss.temperature
-    return Laws.of(_at(kept, t, dtype), partition, _at(logits, t, dtype), label_rows)
+def _alike(readouts: Sequence[Readout]) -> list[list[int]]:
+    """Numbers of the exits in groups that compare with one law of the target's: one tensor of ids, one temperature."""
+    groups: dict[tuple[int, float], list[int]] = {}
+    for n, readout in enumerate(readouts):
+        groups.setdefault((id(readout.ids), readout.loss.temperature), []).append(n)
+    return list(groups.values())
+
+
+def _whole_logits(
+    judge: Judge, readouts: Sequence[Readout], part: slice, dtype: torch.dtype
+) -> tuple[Tensor | None, dict[float, Tensor]]:
+    """The target's logits of a chunk [n, V], and temperature → their logsumexp [n] for the exits that are trimmed; the
+    logits are None where none needs them."""
+    temperatures = {r.loss.temperature for r in readouts if r.ids is not None}
+    known = {} if judge.log_partition is None else {1.0: judge.log_partition[part].to(dtype)}
+    if temperatures <= set(known) and all(r.ids is not None for r in readouts):
+        return None, known
+    logits = judge.unembed(judge.states[part].detach())
+    return logits, {t: known[t] if t in known else log_partition(logits, t) for t in temperatures}
 
 
 def _at(logits: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
@@ -132,8 +151,10 @@ def _at(logits: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
     return logits if temperature == 1 else logits / temperature
 
 
-def _log_partition(logits: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
-    """[n, V] → logsumexp [n]; on CPU a few rows at a time, which stay in the cache: three times as fast."""
+def log_partition(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """[n, V] → logsumexp [n], at least float32; on CPU a few rows at a time, which stay in the cache: three times as
+    fast."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
     parts = logits.split(8) if logits.is_cpu else [logits]
     return torch.cat([_at(part, temperature, dtype).logsumexp(dim=-1) for part in parts])
 

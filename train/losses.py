@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -76,35 +76,60 @@ class ExitLoss:
 KL = ExitLoss(kl=1.0)
 
 
-class Laws(NamedTuple):
-    """Target and exit on the ids that the exit can propose, at the loss's temperature."""
+class TargetLaw:
+    """The target on the ids that an exit can propose, at the loss's temperature; one serves all exits with these.
 
-    log_p: Tensor  # [n, V'] of the target; exp sums to `kept`
-    log_q: Tensor  # [n, V'] of the exit; exp sums to 1
-    p: Tensor  # [n, V']
-    q: Tensor  # [n, V']
-    log_kept: Tensor  # [n]
-    label_rows: Tensor  # [n] int64 where each token's label stands among the V' ids, −1 if nowhere
+    What not every term needs is made when it is asked for: on a CPU each pass over [n, V'] costs as much as a matrix
+    product.
 
-    @classmethod
-    def of(cls, target_logits: Tensor, log_partition: Tensor | None, exit_logits: Tensor, label_rows: Tensor) -> Laws:
-        """From logits [n, V'] of both at the loss's temperature, with as few passes over [n, V'] as can be.
+    Args:
+        logits: [n, V'] at the loss's temperature.
+        log_partition: [n], the logsumexp over the whole vocabulary; None where nothing is trimmed.
+    """
 
-        Args:
-            log_partition: [n], the target's logsumexp over its whole vocabulary; None where nothing is trimmed.
-        """
-        p, q = target_logits.softmax(dim=-1), exit_logits.softmax(dim=-1)
-        log_sum = _log_partition(target_logits, p)
-        log_kept = torch.zeros_like(log_sum) if log_partition is None else log_sum - log_partition
-        log_p = target_logits - (log_sum - log_kept).unsqueeze(-1)
-        log_q = exit_logits - _log_partition(exit_logits, q).unsqueeze(-1)
+    def __init__(self, logits: Tensor, log_partition: Tensor | None) -> None:
+        self.logits = logits
+        self.p = logits.softmax(dim=-1)  # [n, V']; sums to `kept`, as of below
+        log_sum = _log_partition(logits, self.p)
+        self.log_kept = torch.zeros_like(log_sum) if log_partition is None else log_sum - log_partition  # [n]
+        self.kept = self.log_kept.exp()  # [n]
+        self.log_partition = log_sum if log_partition is None else log_partition  # [n]
         if log_partition is not None:
-            p.mul_(log_kept.exp().unsqueeze(-1))
-        return cls(log_p, log_q, p, q, log_kept, label_rows)
+            self.p.mul_(self.kept.unsqueeze(-1))
+
+    @cached_property
+    def log_p(self) -> Tensor:
+        """[n, V']"""
+        return self.logits - self.log_partition.unsqueeze(-1)
+
+    @cached_property
+    def mean_log_p(self) -> Tensor:
+        """Σ p log p: [n]"""
+        return _dot(self.p, self.logits) - self.kept * self.log_partition
+
+
+class Laws:
+    """Target and exit on the ids that the exit can propose, at the loss's temperature.
+
+    Args:
+        exit_logits: [n, V'] at the loss's temperature.
+        label_rows: [n] int64 where each token's label stands among the V' ids, −1 if nowhere.
+    """
+
+    def __init__(self, target: TargetLaw, exit_logits: Tensor, label_rows: Tensor) -> None:
+        self.target, self.logits, self.label_rows = target, exit_logits, label_rows
+        self.p, self.kept, self.log_kept = target.p, target.kept, target.log_kept
+        self.q = exit_logits.softmax(dim=-1)  # [n, V']; sums to 1
+        self.log_sum = _log_partition(exit_logits, self.q)  # [n]
 
     @property
-    def kept(self) -> Tensor:
-        return self.log_kept.exp()  # [n]
+    def log_p(self) -> Tensor:
+        return self.target.log_p
+
+    @cached_property
+    def log_q(self) -> Tensor:
+        """[n, V']"""
+        return self.logits - self.log_sum.unsqueeze(-1)
 
 
 def evaluate(loss: ExitLoss, laws: Laws) -> tuple[Tensor, Tensor]:
@@ -114,7 +139,8 @@ def evaluate(loss: ExitLoss, laws: Laws) -> tuple[Tensor, Tensor]:
     for name, weight in loss.weights.items():
         value, own_slope = _TERM[name](laws, loss)
         values.append(value.sum())
-        own_slope.mul_(weight / loss.temperature)
+        if (factor := weight / loss.temperature) != 1:
+            own_slope.mul_(factor)
         slope = own_slope if slope is None else slope.add_(own_slope)
     assert slope is not None, "a loss without terms: check() refuses it"
     return torch.stack(values), slope
@@ -124,9 +150,13 @@ def evaluate(loss: ExitLoss, laws: Laws) -> tuple[Tensor, Tensor]:
 
 
 def _kl(laws: Laws, _: ExitLoss) -> tuple[Tensor, Tensor]:
-    kept = laws.kept
-    value = _dot(laws.p, laws.log_p - laws.log_q) - kept * laws.log_kept
-    return value, kept.unsqueeze(-1) * laws.q - laws.p
+    mean_log_q = _dot(laws.p, laws.logits) - laws.kept * laws.log_sum  # Σ p log q
+    return laws.target.mean_log_p - mean_log_q - laws.kept * laws.log_kept, _kl_slope(laws, laws.p)
+
+
+def _kl_slope(laws: Laws, p: Tensor) -> Tensor:
+    """Of the KL of a law p [n, V'] that sums to `kept`."""
+    return (laws.kept.unsqueeze(-1) * laws.q).sub_(p)
 
 
 def _topk_kl(laws: Laws, loss: ExitLoss) -> tuple[Tensor, Tensor]:
@@ -140,7 +170,7 @@ def _topk_kl(laws: Laws, loss: ExitLoss) -> tuple[Tensor, Tensor]:
     value = _dot(log_p.exp(), log_p - log_q) + log_p_rest.exp() * (log_p_rest - log_q_rest) - kept * laws.log_kept
     # Inside a cell the slope can't tell ids apart: the target's share of the rest is spread as the exit spreads its own
     share = (laws.log_q + (log_p_rest - log_q_rest).unsqueeze(-1)).exp().scatter_(-1, top, log_p.exp())
-    return value, kept.unsqueeze(-1) * laws.q - share
+    return value, _kl_slope(laws, share)
 
 
 def _reverse_kl(laws: Laws, _: ExitLoss) -> tuple[Tensor, Tensor]:

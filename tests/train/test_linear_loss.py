@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from train.linear_loss import Judge, Readout, exit_losses, top_ids
+from train.linear_loss import Judge, Readout, exit_losses, log_partition, top_ids
 from train.losses import TERMS, ExitLoss
 
 IDS = torch.tensor([0, 2, 3, 7, 8])
@@ -16,11 +16,13 @@ def problem(num_tokens=10, vocab=11, size=6, dtype=torch.float32):
     """A judge and two exits, one trimmed, with unlike losses."""
     torch.manual_seed(0)
     weight = torch.randn(vocab, size, dtype=dtype)
-    judge = Judge(
-        torch.randn(num_tokens, size, dtype=dtype), torch.randint(vocab, (num_tokens,)), lambda h: h @ weight.T
-    )
+
+    def unembed(states, rows=weight):
+        return torch.tanh(states @ rows.T / 5) * 5
+
+    judge = Judge(torch.randn(num_tokens, size, dtype=dtype), torch.randint(vocab, (num_tokens,)), unembed)
     exits = {
-        "draft": Readout(ALL_TERMS, lambda h: torch.tanh(h @ weight[IDS].T / 5) * 5, IDS),
+        "draft": Readout(ALL_TERMS, lambda h: unembed(h, weight[IDS]), IDS),
         "intermediate": Readout(ExitLoss(kl=1.0, tv=0.5), judge.unembed, None),
     }
     states = {name: torch.randn(num_tokens, size, dtype=dtype, requires_grad=True) for name in exits}
@@ -119,3 +121,40 @@ def test_top_ids_of_a_trimmed_vocabulary_are_ids_of_the_whole():
     ids = torch.tensor([3, 7, 9])
     picks = top_ids(torch.eye(3), lambda h: h, ids, chunk=2)
     assert picks.tolist() == [3, 7, 9]
+
+
+def test_exits_with_the_same_ids_share_the_targets_law_and_keep_their_own_losses():
+    """Three of one vocabulary and temperature, one of another temperature, one whole: each as it would be alone."""
+    judge, exits, _ = problem()
+    trimmed = exits["draft"]
+    losses = {"a": ALL_TERMS, "b": ExitLoss(kl=1.0, temperature=0.8), "c": ExitLoss(tv=1.0)}
+    together = {name: trimmed._replace(loss=loss) for name, loss in losses.items()}
+    together["d"] = exits["intermediate"]
+    states = {name: torch.randn(10, 6, requires_grad=True) for name in together}
+    sums = exit_losses(judge, together, states, chunk=4)
+    for name, readout in together.items():
+        alone = exit_losses(judge, {name: readout}, {name: states[name]}, chunk=4)[name]
+        torch.testing.assert_close(sums[name].total, alone.total)
+        for term in readout.loss.weights:
+            torch.testing.assert_close(sums[name].terms[term], alone.terms[term])
+        both = (torch.autograd.grad(x.total, states[name], retain_graph=True)[0] for x in (sums[name], alone))
+        torch.testing.assert_close(*both)
+
+
+def test_a_known_partition_spares_the_whole_vocabulary_where_all_are_trimmed_at_temperature_1():
+    judge, exits, states = problem()
+    calls = []
+    counted = judge._replace(unembed=lambda h: calls.append(len(h)) or judge.unembed(h))
+    known = counted._replace(log_partition=log_partition(judge.unembed(judge.states)))
+    trimmed = {"draft": exits["draft"]._replace(loss=ExitLoss(kl=1.0, tv=1.0))}
+
+    def solve(own, exits):
+        sums = exit_losses(own, exits, {name: states[name] for name in exits}, chunk=4)
+        return torch.autograd.grad(sum(s.total for s in sums.values()), [states[name] for name in exits])
+
+    torch.testing.assert_close(solve(known, trimmed), solve(judge, trimmed))
+    assert calls == []
+    for others in (exits, {"draft": exits["draft"]}):  # one untrimmed; a temperature of 0.8
+        torch.testing.assert_close(solve(known, others), solve(judge, others))
+        assert sum(calls) == 10
+        calls.clear()

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from train.losses import TERMS, ExitLoss, Laws, evaluate
+from train.losses import TERMS, ExitLoss, Laws, TargetLaw, evaluate
 
 P = [0.5, 0.3, 0.2]  # the target's law; the last id is lost where the vocabulary is trimmed to two
 Q = [0.25, 0.75]
@@ -16,7 +16,7 @@ def laws(p, q, num_kept=None, label=0):
     logits = torch.tensor([p], dtype=torch.float64).log() + 3.0  # a softmax doesn't see the shift
     kept = logits[:, :num_kept]
     partition = None if num_kept is None else logits.logsumexp(-1)
-    return Laws.of(kept, partition, torch.tensor([q], dtype=torch.float64).log() - 1, torch.tensor([label]))
+    return Laws(TargetLaw(kept, partition), torch.tensor([q], dtype=torch.float64).log() - 1, torch.tensor([label]))
 
 
 def value(term, *args, **options):
@@ -139,7 +139,7 @@ def test_values_and_slopes_are_those_of_autograd_in_float64(term, ids, temperatu
     expected = definition(term, target, own, ids, labels, temperature, top_k=2)
     rows = torch.tensor([ids.tolist().index(i) if i in ids.tolist() else -1 for i in labels.tolist()])
     scaled = target / temperature
-    laws = Laws.of(scaled[:, ids], scaled.logsumexp(-1), own.detach() / temperature, rows)
+    laws = Laws(TargetLaw(scaled[:, ids], scaled.logsumexp(-1)), own.detach() / temperature, rows)
     values, slope = evaluate(ExitLoss(**{term: 2.0}, temperature=temperature, top_k=2), laws)
     torch.testing.assert_close(values, expected.detach().reshape(1), atol=1e-12, rtol=1e-12)
     torch.testing.assert_close(slope, torch.autograd.grad(2 * expected, own)[0], atol=1e-12, rtol=1e-12)
@@ -149,7 +149,7 @@ def test_values_and_slopes_are_those_of_autograd_in_float64(term, ids, temperatu
 def test_laws_without_overlap_stay_finite_in_float32(term):
     target, own = torch.zeros(1, 4), torch.zeros(1, 3)
     target[0, 3], own[0, 0] = 200.0, 300.0  # the target wants what was trimmed away
-    laws = Laws.of(target[:, :3], target.logsumexp(-1), own, torch.tensor([1]))
+    laws = Laws(TargetLaw(target[:, :3], target.logsumexp(-1)), own, torch.tensor([1]))
     values, slope = evaluate(ExitLoss(**{term: 1.0}, top_k=1), laws)
     assert values.isfinite().all() and slope.isfinite().all()
 
