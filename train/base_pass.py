@@ -45,10 +45,10 @@ def run_base(
     return BasePass(positions, attention, below, hidden[family.num_layers], depths)
 
 
-def pass_of_states(family: Family, states: Tensor, token_ids: Tensor, positions: Tensor | None) -> BasePass:
-    """What `run_base` would give, from the states [K + 1, B, T, D] that it gave before: of each exit, and the last."""
+def pass_again(family: Family, hidden: Tensor, token_ids: Tensor, positions: Tensor | None) -> BasePass:
+    """What `run_base` would give, from what it gave before, hidden [K + 1, B, T, D]: of each exit, and the last."""
     positions, attention = prepare(family, token_ids, positions)
-    *below, last = states.unbind()
+    *below, last = hidden.unbind()
     return BasePass(positions, attention, below, last, {})
 
 

@@ -27,13 +27,20 @@ Item = TypeVar("Item")
 WIDTH = 32
 
 
+class Kept(NamedTuple):
+    """What the base has computed of a batch before, and `train.features` has kept."""
+
+    hidden: Tensor  # [K + 1, B, T, D] the K exits' inputs and the last, before any norm
+    log_partition: Tensor  # [B, T] float32, logsumexp of the target's logits
+
+
 class Batch(NamedTuple):
     """Rows padded on the right; padding is known by its place, never by its id."""
 
     token_ids: Tensor  # [B, T] int64
     loss_mask: Tensor  # [B, T] bool, True: this token is a label (predicted at the position before it)
     positions: Tensor | None = None  # [B, T] int64, 0 where a packed row begins; None: every row begins at column 0
-    states: Tensor | None = None  # [K + 1, B, T, D] what `train.features` has kept of the K exits' inputs and the last
+    kept: Kept | None = None
 
 
 def collate(rows: Sequence[Encoded]) -> Batch:

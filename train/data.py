@@ -205,7 +205,7 @@ class Collation(NamedTuple):
         batch = widen(batch, self.limit)
         if self.features is None:
             return batch
-        return batch._replace(states=self.features.read(sequences, batch.token_ids.shape[1]))
+        return batch._replace(kept=self.features.read(sequences, batch.token_ids.shape[1]))
 
 
 def _collate_one(collation: Collation, batches: list[Sequence[Sequence[Encoded]]]) -> Batch:

@@ -1,7 +1,8 @@
 """Hidden states of rows in a folder on disk: what they depend on, and the states themselves; knows nothing of models.
 
     manifest.json   what the states depend on, and their size
-    states.bin      row after row [S, T, D] without padding, in the order of the rows' hashes
+    states.bin      row after row, in the order of the rows' hashes: hidden states [S, T, D], and as float32 the
+                    logsumexp [T] of the target's logits; no padding
 
 While the folder is written it is called .NAME.unfinished and has one file more, `done`, with a byte for each row. So
 a folder that has its name is whole, and a writer that was killed goes on where it stopped.
@@ -27,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from train.batches import Kept
 from train.chat import Encoded
 
 FORMAT_VERSION = 1
@@ -78,7 +80,7 @@ class FeatureFiles:
         return len(self._number)
 
     def num_bytes(self, origin: Origin) -> int:
-        return self.num_tokens * len(origin.depths) * origin.hidden_size * _dtype(origin).itemsize
+        return self.num_tokens * _token_bytes(origin)
 
     # ---- reading ----
 
@@ -105,27 +107,27 @@ class FeatureFiles:
         self._origin = origin
         return True
 
-    def read(self, sequences: Sequence[Sequence[Encoded]], width: int) -> Tensor:
-        """[S, B, width, D]: each sequence's rows one after another, then zeros."""
+    def read(self, sequences: Sequence[Sequence[Encoded]], width: int) -> Kept:
+        """Of each sequence its rows one after another, then zeros up to `width` tokens."""
         if self._states is None:
             self._states = os.open(self.folder / "states.bin", os.O_RDONLY)
-        origin = self.origin
-        states = torch.zeros(len(origin.depths), len(sequences), width, origin.hidden_size, dtype=_dtype(origin))
-        columns = states.view(torch.uint8).numpy()
+        origin, num_sequences = self.origin, len(sequences)
+        hidden = torch.zeros(len(origin.depths), num_sequences, width, origin.hidden_size, dtype=_dtype(origin))
+        partition = torch.zeros(num_sequences, width)
+        arrays = [*hidden.view(torch.uint8).numpy(), partition.numpy()]  # [B, width, …] each
         for n, sequence in enumerate(sequences):
             first = 0
             for row in sequence:
                 stop = first + len(row.token_ids)
-                places = [memoryview(column[n, first:stop]).cast("B") for column in columns]
+                places = [array[n, first:stop].data.cast("B") for array in arrays]
                 num_read = os.preadv(self._states, places, self._offset(row))
                 assert num_read == sum(place.nbytes for place in places), (self.folder, num_read)
                 first = stop
-        return states
+        return Kept(hidden, partition)
 
     def _offset(self, row: Encoded) -> int:
         """Of the row in states.bin, in bytes."""
-        origin = self.origin
-        return self._start[_digest(row)] * len(origin.depths) * origin.hidden_size * _dtype(origin).itemsize
+        return self._start[_digest(row)] * _token_bytes(self.origin)
 
     def __getstate__(self) -> dict[str, Any]:
         """For workers that are not forked: each opens the file itself."""
@@ -198,12 +200,12 @@ class FeatureFiles:
     def number(self, row: Encoded) -> int:
         return self._number[_digest(row)]
 
-    def write(self, row: Encoded, states: Tensor) -> None:
-        """states [S, T, D] of the row."""
+    def write(self, row: Encoded, hidden: Tensor, log_partition: Tensor) -> None:
+        """hidden [S, T, D] and log_partition [T] of the row."""
         assert self._done is not None
-        content = memoryview(states.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        written = os.pwrite(self._written, content, self._offset(row))
-        assert written == content.nbytes, (written, content.nbytes)
+        content = [_bytes(hidden), _bytes(log_partition)]
+        written = os.pwritev(self._written, content, self._offset(row))
+        assert written == sum(part.nbytes for part in content), written
         os.pwrite(self._done, b"\1", self.number(row))
 
     def close(self) -> None:
@@ -232,6 +234,14 @@ def _digest(row: Encoded) -> bytes:
 
 def _dtype(origin: Origin) -> torch.dtype:
     return getattr(torch, origin.dtype)
+
+
+def _token_bytes(origin: Origin) -> int:
+    return len(origin.depths) * origin.hidden_size * _dtype(origin).itemsize + torch.float32.itemsize
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _lock(file: int, folder: Path) -> None:

@@ -1,8 +1,9 @@
 """The feature cache: with a frozen base the states that the exits read are computed once and kept on disk.
 
-Kept are each exit's input and the last state, of which the target's logits are computed again: logits would take a
-hundred times the space. The base runs over the very batches that training and validation will see, so that what is
-read later is what would be computed, bit for bit as long as the batches stay the same.
+Kept are each exit's input, the last state and the logsumexp of the target's logits. Logits would take a hundred times
+the space; with their logsumexp only those that an exit can propose need be computed again. The base runs over the very
+batches that training and validation will see, so that what is read later is what would be computed, bit for bit as long
+as the batches stay the same.
 """
 
 # Shape legend: B sequences, T tokens, S depths whose states are kept, D hidden size
@@ -23,6 +24,7 @@ from torch import Tensor
 from train.base_model import config_sha256
 from train.chat import Encoded
 from train.feature_files import FeatureFiles, Origin
+from train.linear_loss import CHUNK, log_partition
 from train.model import EarlyExitModel
 from train.shards import whole
 
@@ -79,7 +81,7 @@ def origin_of(model: EarlyExitModel, precision: str) -> Origin:
 
 
 def _states(model: EarlyExitModel, token_ids: Tensor, positions: Tensor | None) -> Tensor:
-    """[S, B, T, D], as `pass_of_states` takes them."""
+    """[S, B, T, D], as `pass_again` takes them."""
     passed = model.base_pass(token_ids, positions)
     states = [*passed.below, passed.last]
     if len({own.dtype for own in states}) > 1:  # some layers' norm, under autocast
@@ -107,7 +109,7 @@ def _write(
     size = _gb(files.num_bytes(origin))
     rank_zero_info(
         f"feature cache {files.folder}: {files.num_rows} rows of {files.num_tokens} tokens in all, "
-        f"{len(origin.depths)} states × {origin.hidden_size} {origin.dtype} each: {size}"
+        f"{len(origin.depths)} states × {origin.hidden_size} {origin.dtype} and a number each: {size}"
     )
     if trainer.is_global_zero:
         files.begin(origin)
@@ -125,7 +127,7 @@ def _write(
         positions = None if batch.positions is None else batch.positions.to(device)
         states = _states(model, batch.token_ids.to(device), positions)
         for n, sequence in enumerate(step[trainer.global_rank]):
-            _write_rows(files, sequence, states[:, n])
+            _write_rows(model, files, sequence, states[:, n])
         if time.monotonic() - told > _TOLD_EVERY:
             told = time.monotonic()
             rank_zero_info(f"feature cache: {first + num_ranks} of {len(batches)} batches, {told - begun:.0f} s")
@@ -137,12 +139,14 @@ def _write(
     rank_zero_info(f"feature cache: written in {time.monotonic() - begun:.0f} s")
 
 
-def _write_rows(files: FeatureFiles, sequence: Sequence[Encoded], states: Tensor) -> None:
+def _write_rows(model: EarlyExitModel, files: FeatureFiles, sequence: Sequence[Encoded], states: Tensor) -> None:
     """states [S, T, D] of a sequence, whose rows stand in it one after another."""
     first = 0
     for row in sequence:
         stop = first + len(row.token_ids)
-        files.write(row, states[:, first:stop])
+        parts = model.target_states(states[-1, first:stop]).split(CHUNK)
+        partition = torch.cat([log_partition(model.unembed(part)) for part in parts])  # [T]
+        files.write(row, states[:, first:stop], partition.float())
         first = stop
 
 

@@ -21,6 +21,7 @@ class Labels(NamedTuple):
     exits: dict[str, Tensor]  # exit name → [N, E]
     breaks: Tensor  # [N] bool, True where a new stretch of labels begins
     depths: dict[int, Tensor]  # depth → [N, E], what LayerSkip's losses read
+    log_partition: Tensor | None  # [N] of the target's logits, where the feature cache knows it
 
 
 def labels_of(batch: Batch, outputs: ExitOutputs) -> Labels:
@@ -29,12 +30,13 @@ def labels_of(batch: Batch, outputs: ExitOutputs) -> Labels:
     begins = mask & ~batch.loss_mask[:, :-1]
     pick = {name: states[:, :-1][mask] for name, states in outputs.exits.items()}
     depths = {depth: states[:, :-1][mask] for depth, states in outputs.depths.items()}
-    return Labels(batch.token_ids[:, 1:][mask], outputs.target[:, :-1][mask], pick, begins[mask], depths)
+    partition = None if batch.kept is None else batch.kept.log_partition[:, :-1][mask]
+    return Labels(batch.token_ids[:, 1:][mask], outputs.target[:, :-1][mask], pick, begins[mask], depths, partition)
 
 
 def losses_of(model: EarlyExitModel, labels: Labels) -> dict[str, LossSum]:
     """Exit name → its loss, summed over the labels."""
-    judge = Judge(labels.target, labels.ids, model.unembed)
+    judge = Judge(labels.target, labels.ids, model.unembed, labels.log_partition)
     readouts = {
         e.name: Readout(e.training_loss, model.exit_unembedding(e.name), model.draft_vocabs.get(e.name))
         for e in model.exits

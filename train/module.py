@@ -15,7 +15,7 @@ from torch import Tensor
 
 from train.backbone import Backbone, Lora, check_backbone
 from train.base_model import dtype_of, load_base
-from train.base_pass import NOTHING, Asked, BasePass, pass_of_states
+from train.base_pass import NOTHING, Asked, BasePass, pass_again
 from train.batches import Batch
 from train.checkpoint import check_record, checkpoints_for, record_of
 from train.closed_form import fit_linear_parts
@@ -265,9 +265,9 @@ class EarlyExitModule(LightningModule):
 
     def _base_pass(self, batch: Batch, asked: Asked = NOTHING) -> BasePass:
         """Of the base itself, or from the feature cache."""
-        if batch.states is None:
+        if batch.kept is None:
             return self.model.base_pass(batch.token_ids, batch.positions, asked)
-        return pass_of_states(self.model.family, batch.states, batch.token_ids, batch.positions)
+        return pass_again(self.model.family, batch.kept.hidden, batch.token_ids, batch.positions)
 
     # ---- validation ----
 

@@ -35,7 +35,7 @@ from train.module import EarlyExitModule
 
 plain = EarlyExitModule._base_pass
 def from_cache(self, batch, *rest):
-    assert batch.states is not None
+    assert batch.kept is not None
     return plain(self, batch, *rest)
 
 EarlyExitModule._base_pass = from_cache

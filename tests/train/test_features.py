@@ -1,5 +1,6 @@
 """The feature cache: training with it and without gives the same weights; what it holds is never something else's."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -13,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from train import features
 from train.backbone import Lora
-from train.base_pass import pass_of_states
+from train.base_pass import pass_again
 from train.data import DistillationDataModule
 from train.heads import ExitConfig
 from train.model import EarlyExitModel
@@ -25,6 +26,7 @@ EXITS = [
     ExitConfig(name="middle", layer=3, head="native"),
     ExitConfig(name="intermediate", layer=4, head="linear"),
 ]
+TRIMMED = [dataclasses.replace(exit_, vocab_size=64) for exit_ in EXITS]  # the target's whole logits are not made
 
 
 @pytest.fixture
@@ -66,11 +68,13 @@ def fit(base_folder, root, data, exits=EXITS, dtype="float32", trained=None, **o
     "options",
     [{}, {"packing": True, "max_length": 80, "batch_size": 2}, {"num_workers": 2}, {"group_by_length": False}],
 )
-@pytest.mark.parametrize(("dtype", "precision"), [("float32", "32-true"), ("bfloat16", "bf16-mixed")])
+@pytest.mark.parametrize(
+    ("dtype", "precision", "exits"), [("float32", "32-true", EXITS), ("bfloat16", "bf16-mixed", TRIMMED)]
+)
 def test_training_with_the_cache_gives_the_same_weights(
-    base_folder, rows, tmp_path, forwards, options, dtype, precision
+    base_folder, rows, tmp_path, forwards, options, dtype, precision, exits
 ):
-    run = {"dtype": dtype, "precision": precision}
+    run = {"dtype": dtype, "precision": precision, "exits": exits}
     plain, figures = fit(base_folder, tmp_path / "a", make_data(base_folder, rows, **options), **run)
     num_plain = len(forwards)
     forwards.clear()
@@ -106,8 +110,8 @@ def test_the_size_is_told_before_anything_is_written(base_folder, rows, tmp_path
     data = make_data(base_folder, rows, tmp_path / "cache")
     with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"), pytest.raises(BaseException):  # noqa: B017
         fit(base_folder, tmp_path / "a", data)
-    size = data.features.num_tokens * 4 * 48 * 4
-    told = f"{data.features.num_tokens} tokens in all, 4 states × 48 float32 each: {size / 1e9:.2f} GB"
+    size = data.features.num_tokens * (4 * 48 * 4 + 4)
+    told = f"{data.features.num_tokens} tokens in all, 4 states × 48 float32 and a number each: {size / 1e9:.2f} GB"
     assert told in caplog.text
     assert not (tmp_path / "cache").exists()
     kept = sum(len(row.token_ids) for row in {tuple(r.token_ids): r for r in data.train_rows + data.val_rows}.values())
@@ -193,10 +197,10 @@ from train.feature_files import FeatureFiles
 from tests.train.test_features import *
 
 plain, written = FeatureFiles.write, []
-def write(self, row, states):
+def write(self, row, *states):
     if len(written) == 6:
         os.kill(os.getpid(), signal.SIGKILL)
-    written.append(plain(self, row, states))
+    written.append(plain(self, row, *states))
 
 FeatureFiles.write = write
 fit(sys.argv[1], sys.argv[2] + "/a", make_data(sys.argv[1], sys.argv[3], sys.argv[2] + "/cache"))
@@ -259,7 +263,7 @@ def test_a_pass_of_kept_states_is_the_base_pass(base_folder):
     model = EarlyExitModule(str(base_folder), EXITS).model
     ids, positions = torch.randint(3, 300, (2, 9)), torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5], list(range(9))])
     passed = model.base_pass(ids, positions)
-    again = pass_of_states(model.family, torch.stack([*passed.below, passed.last]), ids, positions)
+    again = pass_again(model.family, torch.stack([*passed.below, passed.last]), ids, positions)
     assert torch.equal(again.attention["visible"], passed.attention["visible"])
     for own, kept in zip([*passed.below, passed.last], [*again.below, again.last], strict=True):
         assert torch.equal(own, kept)
