@@ -221,3 +221,12 @@ def test_exits_with_equal_vocabularies_share_one_tensor_of_ids(base_folder):
     assert model.place("cpu").draft_vocabs["draft"] is model.draft_vocabs["intermediate"]
     model.set_draft_vocab("intermediate", torch.arange(1, 65))
     assert torch.equal(model.draft_vocabs["draft"], torch.arange(64))
+
+
+def test_the_fused_optimizer_of_a_cpu_goes_with_clipping_in_mixed_precision(base_folder, data, tmp_path):
+    module = EarlyExitModule(str(base_folder), EXITS, lr=1e-3)
+    run = trainer(tmp_path, precision="bf16-mixed", gradient_clip_val=1e-9, limit_val_batches=0)
+    run.fit(module, datamodule=data)
+    assert module.optimizers().param_groups[0]["fused"] is True
+    moments = [state["exp_avg"].norm() for state in module.optimizers().optimizer.state.values()]
+    assert 0 < max(moments) < 1e-9
