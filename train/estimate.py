@@ -247,8 +247,10 @@ def _step(model: EarlyExitModel, work: Workload, autocast: torch.dtype | None) -
     family.config.sliding_window = None  # its check would look at positions, which have no data
     with FakeTensorMode():
         known = _without_data([model.base, model.heads])
+        ids: dict[int, Tensor] = {}  # as `fit` chooses them: of one size they are one tensor
         for exit_ in model.missing_draft_vocabs():
-            model.draft_vocabs[exit_.name] = torch.empty(exit_.vocab_size or 0, dtype=torch.int64)
+            size = exit_.vocab_size or 0
+            model.draft_vocabs[exit_.name] = ids.setdefault(size, torch.empty(size, dtype=torch.int64))
         with _Live(known) as live:
             if work.accumulates:
                 for parameter in model.trained().values():

@@ -34,7 +34,7 @@ class Readout(NamedTuple):
 
     loss: ExitLoss
     unembed: Unembed  # frozen; the judge's own rows `ids`, so that it reads the judge's states as well
-    ids: Tensor | None  # [V'] int64 ascending, the ids of a trimmed vocabulary
+    ids: Tensor | None  # [V'] int64 ascending, the ids of a trimmed vocabulary; equal ones best be one tensor
 
 
 class Judge(NamedTuple):
@@ -126,21 +126,11 @@ class _ChunkedLosses(torch.autograd.Function):
 
 
 def _alike(readouts: Sequence[Readout]) -> list[list[int]]:
-    """Numbers of the exits in groups that compare with one law of the target's: the same ids and temperature."""
-    groups: list[list[int]] = []
+    """Numbers of the exits in groups that compare with one law of the target's: one tensor of ids, one temperature."""
+    groups: dict[tuple[int, float], list[int]] = {}
     for n, readout in enumerate(readouts):
-        for group in groups:
-            first = readouts[group[0]]
-            if first.loss.temperature == readout.loss.temperature and _same(first.ids, readout.ids):
-                group.append(n)
-                break
-        else:
-            groups.append([n])
-    return groups
-
-
-def _same(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is b or (a is not None and b is not None and torch.equal(a, b))
+        groups.setdefault((id(readout.ids), readout.loss.temperature), []).append(n)
+    return list(groups.values())
 
 
 def _whole_logits(

@@ -29,7 +29,7 @@ from train.labels import Labels, labels_of, losses_of
 from train.layerskip import LayerSkip, dropped_rows, exit_weights
 from train.linear_loss import text_loss
 from train.model import EarlyExitModel
-from train.optimizer import lr_scale, parameter_groups, set_rates
+from train.optimizer import adamw, lr_scale, parameter_groups, set_rates
 from train.resume import random_states, set_random_states
 from train.sharding import asks_for_shards
 from train.shards import shard
@@ -152,7 +152,7 @@ class EarlyExitModule(LightningModule):
         groups = self._parameter_groups()
         if not groups:
             raise ValueError("all exits are native: nothing to train. Use `validate`, and `export --config`")
-        optimizer = torch.optim.AdamW(groups)
+        optimizer = adamw(groups, fused=self.device.type == "cpu" and not self._is_sharded)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._lr_scale)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

@@ -128,7 +128,7 @@ def test_exits_with_the_same_ids_share_the_targets_law_and_keep_their_own_losses
     judge, exits, _ = problem()
     trimmed = exits["draft"]
     losses = {"a": ALL_TERMS, "b": ExitLoss(kl=1.0, temperature=0.8), "c": ExitLoss(tv=1.0)}
-    together = {name: trimmed._replace(loss=loss, ids=IDS.clone()) for name, loss in losses.items()}
+    together = {name: trimmed._replace(loss=loss) for name, loss in losses.items()}
     together["d"] = exits["intermediate"]
     states = {name: torch.randn(10, 6, requires_grad=True) for name in together}
     sums = exit_losses(judge, together, states, chunk=4)

@@ -210,3 +210,23 @@ def test_costs_are_the_weights_that_a_call_reads_unless_the_config_knows_better(
     for costs, reason in [({"drat": 1.0}, r"model\.costs: 'drat' is none of draft"), ({"draft": 0.0}, r"draft=0\.0")]:
         with pytest.raises(ValueError, match=reason):
             EarlyExitModule(str(base_folder), EXITS, costs=costs)
+
+
+def test_exits_with_equal_vocabularies_share_one_tensor_of_ids(base_folder):
+    """So the loss knows, without looking at the ids, that one law of the target's serves both."""
+    exits = [dataclasses.replace(exit_, vocab_size=64) for exit_ in EXITS]
+    model = EarlyExitModule(str(base_folder), exits).model
+    model.set_draft_vocab("draft", torch.arange(64))
+    model.set_draft_vocab("intermediate", torch.arange(64))
+    assert model.place("cpu").draft_vocabs["draft"] is model.draft_vocabs["intermediate"]
+    model.set_draft_vocab("intermediate", torch.arange(1, 65))
+    assert torch.equal(model.draft_vocabs["draft"], torch.arange(64))
+
+
+def test_the_fused_optimizer_of_a_cpu_goes_with_clipping_in_mixed_precision(base_folder, data, tmp_path):
+    module = EarlyExitModule(str(base_folder), EXITS, lr=1e-3)
+    run = trainer(tmp_path, precision="bf16-mixed", gradient_clip_val=1e-9, limit_val_batches=0)
+    run.fit(module, datamodule=data)
+    assert module.optimizers().param_groups[0]["fused"] is True
+    moments = [state["exp_avg"].norm() for state in module.optimizers().optimizer.state.values()]
+    assert 0 < max(moments) < 1e-9
