@@ -23,7 +23,7 @@ from infer.manifest import MANIFEST, BuildInfo, Manifest
 from infer.records import MAX_JSON, load_json, read_record
 from infer.strategy import Policy, stages_of
 
-FORMAT_VERSION = 2  # 2: conditions name the packages beside PyTorch
+FORMAT_VERSION = 3  # 2: conditions name the packages beside PyTorch; 3: numbers of adadecode and lookahead
 PLAN_AGAIN = "make one with python -m infer plan ARTIFACT (see python -m infer plan --help)"
 
 
