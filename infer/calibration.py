@@ -109,7 +109,9 @@ def plan_batch(
             odds = [chances(verdicts) for verdicts in records[tried[-1]].verdicts]
             for setting in tried:
                 predicted[setting] = predict(stages_of(*setting, llm.manifest), odds, costs, batch_size)
-        compared = shortlist(predicted, expected, NUM_COMPARED, LEAST_PREDICTED) + unpredicted(llm.manifest)
+        compared = shortlist(predicted, expected, NUM_COMPARED, LEAST_PREDICTED) + unpredicted(
+            llm.manifest, llm.verification
+        )
         ratios = compare(llm, groups, compared, params, lambda text: on_progress(f"batch {batch_size}: {text}"))
     finally:
         llm.use(PLAIN, verification=llm.verification)

@@ -74,12 +74,14 @@ class Engine:
 
     def check_fits(self, request: Request) -> None:
         """ValueError when the pool could never hold the request, so that it would wait for ever."""
-        needed, usable = self.pool.num_blocks_for(request.max_len), self.pool.num_blocks - 1
+        scratch, usable = self.round.num_scratch_blocks, self.pool.num_blocks - 1
+        needed = self.pool.num_blocks_for(request.max_len) + scratch
         if needed > usable:
             raise ValueError(
                 f"request {request.request_id}: prompt of {len(request.prompt_token_ids)} tokens and up to "
                 f"{request.max_len - len(request.prompt_token_ids)} new ones need {needed} KV blocks of "
-                f"{self.pool.block_size}, the pool has {usable}: lower max_tokens, or give LLM a larger num_blocks"
+                f"{self.pool.block_size}{f' ({scratch} to look ahead)' if scratch else ''}, the pool has {usable}: "
+                "lower max_tokens, or give LLM a larger num_blocks"
             )
 
     def add(self, request: Request) -> None:
@@ -226,7 +228,7 @@ class Engine:
 
     def _num_blocks_for_round(self, num_tokens: int, max_len: int) -> int:
         """Blocks for all positions below those of the next round and its own."""
-        return self.pool.num_blocks_for(min(num_tokens - 1 + self.round.reach, max_len))
+        return self.pool.num_blocks_for(min(num_tokens - 1 + self.round.reach, max_len)) + self.round.num_scratch_blocks
 
     def _make_room(self) -> None:
         """Give every row the blocks of its next round, the oldest first; the youngest make way."""

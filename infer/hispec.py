@@ -13,9 +13,9 @@ one, and the layers above that exit run later, for all waiting tokens together, 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from torch import Tensor
 from infer.batch import RING_SIZE, runs_of
 from infer.judging import IdentityRule, Lines, Rule
 from infer.logprobs import score
+from infer.lookahead import Lookahead
 from infer.ngram import Lookup, NgramIndex
 from infer.processors import Processors
 from infer.row import Row
@@ -57,6 +58,7 @@ class Stage:
         exits: of the first stage, tiers from its own upwards: every token comes from the lowest of their exits that
             gives some id the probability `confidence_threshold`, and where none does, the row is left to the stage
             above without a token. Empty: from its own tier's exit.
+        lookahead: of a target that is the only stage: it looks ahead (`lookahead_round`).
         classifier: of the first stage: says which of its tokens the target need not verify, so all is lossy.
     """
 
@@ -66,6 +68,7 @@ class Stage:
     lookup: Lookup | None = None
     confidence_threshold: float = 0.0
     exits: tuple[int, ...] = ()
+    lookahead: Lookahead | None = None
     classifier: Classifier | None = None
 
 
@@ -104,6 +107,11 @@ class Round:
     def reach(self) -> int:
         """Most positions that a round computes in a row, that of its last token included."""
         return max(1, self.stages[0].window)
+
+    @property
+    def num_scratch_blocks(self) -> int:
+        """Blocks that a row needs beside those of its text, for branches of it."""
+        return 0
 
     def run(self, rows: Sequence[Row]) -> None:
         self.rule.begin(rows)
@@ -204,7 +212,7 @@ class Round:
         """
         stage = self.stages[level]
         for tier in stage.exits:
-            ends = list(accumulate(len(row) - row.cursors[tier] for row in rows))
+            ends = list(itertools.accumulate(len(row) - row.cursors[tier] for row in rows))
             states = self.runner.advance(rows, tier)  # [N, E]
             last = self.runner.logits(tier, states if len(states) == len(rows) else states[[end - 1 for end in ends]])
             lines = self._lines(rows, level, tier, last, [len(row) - 1 for row in rows])
@@ -219,42 +227,42 @@ class Round:
             rows = [row for row in rows if row in unsure]
         return set(rows)
 
-    def _lines(self, rows: list[Row], level: int, tier: int, logits: Tensor, starts: list[int]) -> Lines:
-        """What the rule looks at: logits [N, V] are the tier's exit's, for the rows' positions from `starts` on."""
-        counts = [len(row.token_ids) - start for row, start in zip(rows, starts, strict=True)]
+    def _lines(
+        self,
+        rows: list[Row],
+        level: int,
+        tier: int,
+        logits: Tensor,
+        starts: list[int],
+        texts: Sequence[list[int]] | None = None,
+    ) -> Lines:
+        """What the rule looks at: logits [N, V] are the tier's exit's, for the rows' positions from `starts` on.
+
+        texts: the rows' tokens, where they are not their own.
+        """
+        texts = [row.token_ids for row in rows] if texts is None else texts
+        counts = [len(text) - start for text, start in zip(texts, starts, strict=True)]
         batch = self._batch_of(rows)
         return Lines(
             rows=rows,
             level=level,
             is_target=level == len(self.stages) - 1,
-            logits=self._processed(batch, logits, starts, counts, tier) if batch.has_rules else logits,
+            logits=self._processed(batch, logits, texts, starts, counts, tier) if batch.has_rules else logits,
             ids=self.runner.vocabs[tier],
             row_params=batch.params,
             starts=starts,
             counts=counts,
-            drafted=[row.token_ids[start + 1 :] for row, start in zip(rows, starts, strict=True)],
+            drafted=[text[start + 1 :] for text, start in zip(texts, starts, strict=True)],
         )
 
     def _rule(self, lines: Lines, tier: int, logits: Tensor) -> list[Verdict]:
         """Let the rule judge and write its rulings into the rows. logits [N, V]: before the rows' own rules."""
         verdicts, is_broken = self.rule.judge(lines)
-        is_target, first = lines.is_target, 0
-        each = zip(lines.rows, lines.starts, lines.drafted, lines.counts, verdicts, strict=True)
-        for row, start, proposed, count, (accepted, own) in each:
+        first = 0
+        for number, (row, count, verdict) in enumerate(zip(lines.rows, lines.counts, verdicts, strict=True)):
             here = slice(first, first + count)
             first += count
-            row.truncate(start + 1 + accepted)
-            if is_broken is not None and any(is_broken[here]):  # a rejected position's K and V, too, stay in the blocks
-                _note_failure(row, logits[here], is_broken[here], is_target and own < 0)
-            if own >= 0:
-                row.append(own, tier)
-            if is_target and row.scores is not None and row.scores.num_generated is not None:
-                scored = torch.tensor(row.token_ids[start + 1 :], dtype=torch.int64, device=logits.device)
-                row.scores.generated += score(logits[here][: len(scored)], scored, row.scores.num_generated)
-            if own < 0:
-                row.append(0, tier)  # a lower exit's broken pick is just a bad guess
-            if proposed:
-                self._verdicts.append((row, lines.level, len(proposed), accepted))
+            self._write(row, lines, number, tier, verdict, is_broken and is_broken[here], logits[here])
         return verdicts
 
     def _batch_of(self, rows: list[Row]) -> _Batch:
@@ -266,13 +274,47 @@ class Round:
             batch = self._batches[key] = _Batch(rows, self.runner.device)
         return batch
 
-    def _processed(self, batch: _Batch, logits: Tensor, starts: list[int], counts: list[int], tier: int) -> Tensor:
-        """The logits after what the batch's rows ask for, given each row's own tokens before each position."""
+    def _write(
+        self,
+        row: Row,
+        lines: Lines,
+        number: int,
+        tier: int,
+        verdict: Verdict,
+        is_broken: Sequence[bool] | None,
+        logits: Tensor,
+    ) -> None:
+        """Write a verdict into the row, which is the `number`-th of these lines; logits [T, V] are its own."""
+        accepted, own = verdict
+        start, proposed = lines.starts[number], lines.drafted[number]
+        row.truncate(start + 1 + accepted)
+        if is_broken and any(is_broken):  # a rejected position's K and V, too, stay in the blocks
+            _note_failure(row, logits, is_broken, lines.is_target and own < 0)
+        if own >= 0:
+            row.append(own, tier)
+        if lines.is_target and row.scores is not None and row.scores.num_generated is not None:
+            scored = torch.tensor(row.token_ids[start + 1 :], dtype=torch.int64, device=logits.device)
+            row.scores.generated += score(logits[: len(scored)], scored, row.scores.num_generated)
+        if own < 0:
+            row.append(0, tier)  # a lower exit's broken pick is just a bad guess
+        if proposed:
+            self._verdicts.append((row, lines.level, len(proposed), accepted))
+
+    def _processed(
+        self,
+        batch: _Batch,
+        logits: Tensor,
+        texts: Sequence[list[int]],
+        starts: list[int],
+        counts: list[int],
+        tier: int,
+    ) -> Tensor:
+        """The logits after what the batch's rows ask for, given each row's text before each position."""
         if tier not in batch.processors:
             rules, vocab = [row.rules for row in batch.rows], self.runner.vocabs[tier]
             batch.processors[tier] = Processors(rules, logits.shape[1], vocab, self.runner.device)
-        texts = [row.token_ids for row in batch.rows]
-        return batch.processors[tier].apply(logits, texts, starts, counts, _masks(batch.rows, starts, counts))
+        masks = _masks(batch.rows, texts, starts, counts)
+        return batch.processors[tier].apply(logits, texts, starts, counts, masks)
 
 
 def _unsure(lines: Lines, num_accepted: Sequence[int], least: float) -> set[Row]:
@@ -286,14 +328,16 @@ def _unsure(lines: Lines, num_accepted: Sequence[int], least: float) -> set[Row]
     return {row for row, sure in zip(lines.rows, surest, strict=True) if sure < least}
 
 
-def _masks(rows: Sequence[Row], starts: Sequence[int], counts: Sequence[int]) -> dict[int, Tensor]:
+def _masks(
+    rows: Sequence[Row], texts: Sequence[list[int]], starts: Sequence[int], counts: Sequence[int]
+) -> dict[int, Tensor]:
     """What the rows' grammars allow at their positions, for those that have one: row's number → [count, G] int32."""
     masks = {}
-    for b, (row, start, count) in enumerate(zip(rows, starts, counts, strict=True)):
+    for b, (row, text, start, count) in enumerate(zip(rows, texts, starts, counts, strict=True)):
         if row.grammar is not None:
             num_prompt = row.num_prompt_tokens
             try:
-                masks[b] = row.grammar.masks(row.token_ids[num_prompt:], start + 1 - num_prompt, count)
+                masks[b] = row.grammar.masks(text[num_prompt:], start + 1 - num_prompt, count)
             except Exception as error:  # one text's, so its neighbours need not end with it
                 raise ProgramError([row]) from error
     return masks

@@ -22,9 +22,10 @@ from infer.device import check_device
 from infer.draft_vocab import read_draft_vocabs
 from infer.engine import Engine
 from infer.grammar import GrammarCompiler
-from infer.hispec import Round, Stage
+from infer.hispec import Stage
 from infer.inputs import Prompt, as_list, encode
 from infer.logprobs import ScoreLog
+from infer.lookahead_round import make_round
 from infer.manifest import Manifest
 from infer.output import RequestOutput
 from infer.params import SamplingParams
@@ -69,6 +70,8 @@ class LLM:
         num_lookup_tokens, max_ngram, min_ngram: how many tokens are proposed out of a row's own text, and the most and
             fewest of its last tokens that are looked for there: vLLM's prompt_lookup_max and prompt_lookup_min.
         confidence_threshold: drafting stops early where the exit gives no id so much probability; 0 never does.
+        lookahead_window, lookahead_ngram, lookahead_guesses: of `lookahead`: columns of the window that runs ahead of
+            the text, tokens of the n-grams that it makes, and how many of these are verified at once.
         exit_threshold: of `adadecode`: the probability that an exit must give some id for the token to come from it.
         verification: `identity` gives sampled requests plain decoding's very tokens; `rejection` accepts more of them
             and gives plain decoding's law. Greedy requests get the same tokens by either. What `rejection` says to a
@@ -105,6 +108,9 @@ class LLM:
         min_ngram: int = 2,
         confidence_threshold: float = 0.0,
         exit_threshold: float = 0.8,
+        lookahead_window: int = 4,
+        lookahead_ngram: int = 4,
+        lookahead_guesses: int = 4,
         verification: str = "identity",
         allow_lossy: bool = False,
         seed: int | None = None,
@@ -119,6 +125,9 @@ class LLM:
             min_ngram=min_ngram,
             confidence_threshold=confidence_threshold,
             exit_threshold=exit_threshold,
+            lookahead_window=lookahead_window,
+            lookahead_ngram=lookahead_ngram,
+            lookahead_guesses=lookahead_guesses,
         )
         is_auto, strategy = strategy == "auto", "autoregressive" if strategy == "auto" else strategy
         for name, value, least in (
@@ -202,7 +211,9 @@ class LLM:
         )
         pool = BlockPool(num_blocks, self.manifest.block_size)
         cache = PrefixCache(pool, runner.prefill_chunk) if enable_prefix_caching else None
-        self.engine = Engine(runner, Round(runner, stages, rule), pool, max_num_seqs, max_num_prefill_tokens, cache)
+        self.engine = Engine(
+            runner, make_round(runner, stages, rule), pool, max_num_seqs, max_num_prefill_tokens, cache
+        )
         self.strategy, self.policy, self.verification = strategy, policy, verification
         self._request_numbers = itertools.count()
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
@@ -231,12 +242,15 @@ class LLM:
         if bitwise is not None and bitwise != runner.bitwise:
             runner.bind(self._graphed(bitwise), bitwise=bitwise)
 
-    def supported(self, policy: Policy) -> list[str]:
-        """The strategies that the artifact has the exits for, with queries within its limits; lossy ones if allowed."""
+    def supported(self, policy: Policy, verifications: Sequence[str] = ("identity",)) -> list[str]:
+        """The strategies that the artifact has the exits for, with queries within its limits, under all these rules;
+        lossy ones if allowed."""
         names = []
         for name in STRATEGIES:
             with suppress(ValueError):
-                self._stages(name, policy)
+                stages = self._stages(name, policy)
+                for verification in verifications:
+                    rule_of(verification, stages, self.manifest)
                 names.append(name)
         return names
 
@@ -427,7 +441,7 @@ class LLM:
         rule = rule_of(verification, stages, self.manifest)
         if self.engine.has_unfinished:
             raise ValueError("requests are running: finish or close their stream before choosing another strategy")
-        self.engine.round = Round(self.engine.runner, stages, rule)
+        self.engine.round = make_round(self.engine.runner, stages, rule)
         self.strategy, self.policy, self.verification = strategy, policy, verification
 
     @staticmethod

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from infer.hispec import Stage
 from infer.manifest import Manifest
-from infer.strategy import Policy, stages_of
+from infer.strategy import Policy, rule_of, stages_of
 
 PLAIN = "autoregressive"
 
@@ -35,6 +35,7 @@ NUMBERS: Mapping[str, Sequence[str]] = {
     "hispec_paper": (),
     "prompt_lookup": ("num_lookup_tokens",),
     "ngram_layerskip": ("num_lookup_tokens", "num_draft_tokens", "confidence_threshold"),
+    "lookahead": ("lookahead_window", "lookahead_ngram", "lookahead_guesses"),
     "adadecode": ("num_draft_tokens", "exit_threshold"),
 }
 # In the order of their numbers: the last setting that an artifact allows shows most of what its exits are worth.
@@ -63,6 +64,7 @@ UNPREDICTED: Sequence[Setting] = [
     Setting("prompt_lookup", Policy(num_lookup_tokens=5)),
     Setting("ngram_layerskip", Policy(num_lookup_tokens=5, num_draft_tokens=2)),
     Setting("ngram_layerskip", Policy(num_lookup_tokens=5, num_draft_tokens=5, confidence_threshold=0.5)),
+    Setting("lookahead", Policy(lookahead_window=4, lookahead_ngram=3, lookahead_guesses=3)),
     *(Setting("adadecode", Policy(num_draft_tokens=5, exit_threshold=least)) for least in (0.5, 0.8)),
 ]
 
@@ -78,12 +80,12 @@ def settings(manifest: Manifest) -> dict[str, list[Setting]]:
     return allowed
 
 
-def unpredicted(manifest: Manifest) -> list[Setting]:
-    """Those of `UNPREDICTED` that the artifact allows."""
+def unpredicted(manifest: Manifest, verification: str) -> list[Setting]:
+    """Those of `UNPREDICTED` that the artifact and the rule allow."""
     allowed = []
     for setting in UNPREDICTED:
         with suppress(ValueError):
-            stages_of(*setting, manifest)
+            rule_of(verification, stages_of(*setting, manifest), manifest)
             allowed.append(setting)
     return allowed
 

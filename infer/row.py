@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from infer.grammar import GrammarState
 from infer.logprobs import ScoreLog
+from infer.lookahead import Window
 from infer.ngram import NgramIndex
 from infer.params import SamplingParams
 from infer.processors import Rules
@@ -73,6 +74,7 @@ class Row:
         self.failure: str | None = None  # why the target can't go on: this row alone fails
         self.has_nan = False  # some judge's logits did, so its pages may
         self.ngrams: NgramIndex | None = None  # of its committed tokens, once a strategy looks something up in them
+        self.window: Window | None = None  # ahead of its committed tokens, once a strategy looks ahead
 
     def __len__(self) -> int:
         return len(self.token_ids)

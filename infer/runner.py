@@ -16,6 +16,8 @@ from torch import Tensor
 
 from infer.batch import RING_SIZE, BlockTables, Query, cut, make_query, split_by_size, to_device, token_rectangle
 from infer.border import Border, BorderError, Takes, takes_of
+from infer.branches import Branch, make_branch_query
+from infer.branches import calls as branch_calls
 from infer.cuda_graphs import without_graphs
 from infer.logprobs import score
 from infer.manifest import Manifest, ProgramInfo
@@ -69,6 +71,7 @@ class Runner:
         self.block_size = manifest.block_size
         self.prefill_chunk = manifest.limits.prefill_chunk
         self.num_tiers = len(tiers)
+        self._max_batch = manifest.limits.max_batch
         self._tiers, self._infos = tiers, infos
         exits = {e.name: e for e in manifest.exits}
         self.exits = [exits[tier.exit] for tier in tiers]
@@ -124,6 +127,15 @@ class Runner:
         """Copy a block, so that a row can write where others only read."""
         for page in self._pages:
             page[target] = page[source]
+
+    @torch.inference_mode()
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy the entries of slots, in all layers."""
+        if sources:
+            source, target = to_device(torch.tensor([sources, targets]), self.device)
+            for page in self._pages:
+                flat = page.flatten(0, 1)
+                flat[target] = flat[source]
 
     # ---- prefill ----
 
@@ -197,6 +209,26 @@ class Runner:
         """Most lines of logits that one call gives; those of more are copied together. None: any number."""
         bitwise_range = self._unembeds[tier][1]
         return bitwise_range[1] if bitwise_range else None
+
+    @torch.inference_mode()
+    def score_branches(self, branches: Sequence[Branch]) -> Tensor:
+        """Logits [N, V] of the target for the last `num_scored` tokens of each branch, branch after branch.
+
+        No cursor moves, and no exit but the target's runs.
+        """
+        ranges = [limits[1] for _, limits, *_ in self._trunks if limits]
+        limit = min(ranges, default=None)
+        states: list[list[Tensor]] = [[] for _ in branches]
+        for pieces in branch_calls(branches, limit, self._max_batch):
+            min_width = -(-self._min_tokens // len(pieces))
+            query, x = make_branch_query(branches, pieces, self.block_size, self.device, min_width)
+            for trunk in self._trunks:
+                x = self._call(trunk, x, query)
+            for (number, span), hidden in zip(pieces, x, strict=True):
+                states[number].append(hidden[: len(span)])
+        scored = [torch.cat(parts)[-branch.num_scored :] for parts, branch in zip(states, branches, strict=True)]
+        target = self.num_tiers - 1
+        return self.logits(target, self._flat(self._exits[target], torch.cat(scored)))
 
     def _advance(self, rows: Sequence[Row], tier: int) -> None:
         """Run the trunk over each row's positions from its cursor to its end; states go to the tier's ring."""

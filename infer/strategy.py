@@ -6,6 +6,7 @@ hispec            all exits: drafts are verified early, and rarely by the target
 hispec_paper      the same with the paper's own numbers: exits at 1/8 and 1/4 of the layers, γ = 2, N_i = 4
 prompt_lookup     no exit: up to k tokens are looked up in the row's own text (`ngram`), the target verifies them
 ngram_layerskip   the same, and layerskip in rows whose text has nothing to propose
+lookahead         no exit: n-grams out of a window that runs ahead of the text (`lookahead`, arXiv 2402.02057)
 adadecode         each token from the lowest exit that is sure of it, the target where none is (arXiv 2506.03700)
 sprinter          LOSSY: one lower exit drafts, a classifier says when to call the target (`sprinter`, arXiv 2502.04557)
 """
@@ -15,10 +16,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from infer.hispec import Stage
 from infer.judging import IdentityRule, Rule
+from infer.lookahead import Lookahead
 from infer.manifest import Manifest
 from infer.ngram import Lookup
 from infer.rejection import RejectionRule
@@ -31,6 +33,7 @@ STRATEGIES = (
     "hispec_paper",
     "prompt_lookup",
     "ngram_layerskip",
+    "lookahead",
     "adadecode",
     "sprinter",
 )
@@ -52,6 +55,8 @@ class Policy:
         confidence_threshold: an exit that gives no id this probability, for the token that it has just appended, leaves
             the row to the judge above it at once (as transformers' `assistant_confidence_threshold`); 0 is off.
         exit_threshold: of `adadecode`: an exit that gives no id this probability lets the next deeper one propose.
+        lookahead_window, lookahead_ngram, lookahead_guesses: of `lookahead`, W, N and G: columns of its window, length
+            of its n-grams, and how many of these are verified at once.
     """
 
     num_draft_tokens: int = 2
@@ -62,6 +67,9 @@ class Policy:
     min_ngram: int = 2
     confidence_threshold: float = 0.0
     exit_threshold: float = 0.8
+    lookahead_window: int = 4
+    lookahead_ngram: int = 4
+    lookahead_guesses: int = 4
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -71,6 +79,10 @@ class Policy:
                     raise ValueError(f"{name}={value!r} must be a number of at least 0 and below 1")
             elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+        if self.lookahead_ngram < 2:
+            raise ValueError(
+                f"lookahead_ngram={self.lookahead_ngram} must be at least 2: a token and one that follows it"
+            )
         if self.max_ngram < self.min_ngram:
             raise ValueError(f"max_ngram={self.max_ngram} must be at least min_ngram={self.min_ngram}")
 
@@ -91,13 +103,16 @@ def stages_of(strategy: str, policy: Policy, manifest: Manifest, classifier: Cla
     plain = Stage(tier=target, repeats=1, window=0)
     if strategy == "autoregressive":
         return [plain]
-    needed = {"prompt_lookup": 1, "hispec": 3, "hispec_paper": 3}.get(strategy, 2)
+    needed = {"prompt_lookup": 1, "lookahead": 1, "hispec": 3, "hispec_paper": 3}.get(strategy, 2)
     if target + 1 < needed:
         raise ValueError(f"strategy={strategy!r} needs {needed} tiers, the artifact has {target + 1}: train more exits")
     tiers = list(range(target))  # of the lower exits that are used
     if strategy == "hispec_paper":
         tiers, policy = _nearest_to_paper(manifest), PAPER_POLICY
     gamma, num_found = policy.num_draft_tokens, policy.num_lookup_tokens
+    ahead = Lookahead(
+        window=policy.lookahead_window, ngram=policy.lookahead_ngram, num_guesses=policy.lookahead_guesses
+    )
     # The lowest judgement leaves at most N_i − 1 + γ + 1 tokens waiting, each higher one adds its own; the query adds
     # the last committed one.
     longest, names = {
@@ -107,6 +122,7 @@ def stages_of(strategy: str, policy: Policy, manifest: Manifest, classifier: Cla
         "hispec": (policy.window + gamma + len(tiers) - 1, ["num_draft_tokens", "window"]),
         "hispec_paper": (policy.window + gamma + len(tiers) - 1, ["num_draft_tokens", "window"]),
         "prompt_lookup": (num_found + 1, ["num_lookup_tokens"]),
+        "lookahead": (ahead.longest, ["lookahead_window", "lookahead_ngram"]),
         "ngram_layerskip": (max(gamma, num_found) + 1, ["num_draft_tokens", "num_lookup_tokens"]),
     }[strategy]
     if longest > manifest.limits.max_query_len:
@@ -115,6 +131,8 @@ def stages_of(strategy: str, policy: Policy, manifest: Manifest, classifier: Cla
             f"{numbers} make a query of {longest} tokens, the artifact was checked up to "
             f"{manifest.limits.max_query_len}: choose lower numbers"
         )
+    if strategy == "lookahead":
+        return [replace(plain, window=ahead.ngram, lookahead=ahead)]
     lookup = Lookup(num_tokens=num_found, max_ngram=policy.max_ngram, min_ngram=policy.min_ngram)
     if strategy == "prompt_lookup":
         return [Stage(tier=target, repeats=0, window=longest, lookup=lookup), plain]
@@ -163,7 +181,8 @@ def most_scored(policy: Policy, manifest: Manifest) -> int:
     windows = [1]
     for strategy in STRATEGIES:
         with suppress(ValueError):  # this artifact or policy can't have it
-            windows += [stage.window for stage in stages_of(strategy, policy, manifest)]
+            stages = stages_of(strategy, policy, manifest)
+            windows += [stage.lookahead.num_scored if stage.lookahead else stage.window for stage in stages]
     return max(windows)
 
 
@@ -183,4 +202,9 @@ def rule_of(verification: str, stages: Sequence[Stage], manifest: Manifest) -> R
         return SprinterRule(classifier)
     if verification == "identity":
         return IdentityRule()
+    if stages[0].lookahead is not None:
+        raise ValueError(
+            f"verification={verification!r}: lookahead verifies several guesses for one place, for which this rule is "
+            "not made: leave it out, or take prompt_lookup"
+        )
     return RejectionRule(len(stages), manifest.base.vocab_size)

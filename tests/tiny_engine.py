@@ -22,8 +22,8 @@ from infer.cuda_graphs import Capture, with_graphs
 from infer.detokenizer import Detokenizer
 from infer.engine import Engine
 from infer.grammar import GrammarCompiler
-from infer.hispec import Round
 from infer.logprobs import ScoreLog
+from infer.lookahead_round import make_round
 from infer.manifest import BaseInfo, ExitInfo, Limits, Manifest, ProgramInfo, TierInfo
 from infer.params import SamplingParams
 from infer.prefix_cache import PrefixCache
@@ -46,8 +46,10 @@ STRATEGIES = (
     "hispec_paper",
     "prompt_lookup",
     "ngram_layerskip",
+    "lookahead",
     "adadecode",
 )
+IN_PLACE = tuple(name for name in STRATEGIES if name != "lookahead")  # need no blocks but those of their text
 # Lengths on, before and behind the edges of blocks of 4 and chunks of 8; the last ids repeat, as prompts do.
 PROMPTS = (
     (5, 9, 3),
@@ -165,7 +167,7 @@ class Tiny:
             bitwise=bitwise,
         )  # fmt: skip
         stages = stages_of(strategy, policy or Policy(), self.manifest, classifier)
-        self.round = Round(self.runner, stages, rule_of(verification, stages, self.manifest))
+        self.round = make_round(self.runner, stages, rule_of(verification, stages, self.manifest))
         pool = BlockPool(num_blocks, BLOCK_SIZE)
         self.prefix_cache = PrefixCache(pool, self.runner.prefill_chunk) if enable_prefix_caching else None
         self.engine = Engine(self.runner, self.round, pool, max_num_seqs, max_num_prefill_tokens, self.prefix_cache)
@@ -337,5 +339,13 @@ def _rigged(rig: Rig) -> type[Runner]:
                 return logits
             cells = [self.cells[int(number)] for number in states[:, -1]]
             return torch.stack([rig(row, tier, p, line) for (row, p), line in zip(cells, logits, strict=True)])
+
+        def score_branches(self, branches):  # type: ignore[no-untyped-def]
+            logits, target = super().score_branches(branches), self.num_tiers - 1
+            ends = [(b, b.start + len(b.token_ids) + 1) for b in branches]
+            cells = [(b.row, p) for b, end in ends for p in range(end - b.num_scored, end)]
+            if not getattr(rig, "rigs_target", False):
+                return logits
+            return torch.stack([rig(row, target, p, line) for (row, p), line in zip(cells, logits, strict=True)])
 
     return RiggedRunner

@@ -49,6 +49,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--exit-threshold", type=float, default=0.8,
         help="adadecode takes a token from the lowest exit that gives some id so much probability (default 0.8)",
     )  # fmt: skip
+    parser.add_argument("--lookahead-window", type=int, default=4, help="W, columns of lookahead's window (default 4)")
+    parser.add_argument("--lookahead-ngram", type=int, default=4, help="N, tokens of its n-grams (default 4)")
+    parser.add_argument("--lookahead-guesses", type=int, default=4, help="G, n-grams verified at once (default 4)")
     parser.add_argument(
         "--allow-lossy", action="store_true", help="allow strategies that do not give the target's own texts: sprinter"
     )
@@ -85,6 +88,9 @@ def policy_of(args: argparse.Namespace) -> Policy:
         min_ngram=args.min_ngram,
         confidence_threshold=args.confidence_threshold,
         exit_threshold=args.exit_threshold,
+        lookahead_window=args.lookahead_window,
+        lookahead_ngram=args.lookahead_ngram,
+        lookahead_guesses=args.lookahead_guesses,
     )
 
 
@@ -167,7 +173,8 @@ def strategy_names(args: argparse.Namespace, llm: LLM, *, lossy: bool = True) ->
     from infer.strategy import LOSSY
 
     if args.strategies == "all":
-        return [name for name in llm.supported(policy_of(args)) if lossy or name not in LOSSY]
+        verifications = getattr(args, "verifications", "identity").split(",")  # `check` has none
+        return [name for name in llm.supported(policy_of(args), verifications) if lossy or name not in LOSSY]
     names: list[str] = args.strategies.split(",")
     for name in names:
         if name != "auto":  # of a plan, which has seen to it

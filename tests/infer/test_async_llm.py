@@ -13,7 +13,7 @@ from infer.async_llm import AsyncLLM, EngineDeadError
 from infer.output import RequestOutput
 from infer.params import SamplingParams
 from tests.infer.test_engine import make_llm
-from tests.tiny_engine import PROMPTS, STRATEGIES, model_of, oracle
+from tests.tiny_engine import IN_PLACE, PROMPTS, model_of, oracle
 
 NUM_TOKENS = 10
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
@@ -44,7 +44,7 @@ async def until_idle(engine: AsyncLLM) -> None:
         await asyncio.sleep(0.001)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", IN_PLACE)
 def test_concurrent_callers_get_the_oracles_tokens_in_growing_outputs(strategy):
     async def body(engine: AsyncLLM) -> None:
         prompts = PROMPTS * 3

@@ -3,6 +3,7 @@
 import pytest
 
 from infer.params import SamplingParams
+from infer.strategy import Policy
 from tests.tiny_engine import PROMPTS, STRATEGIES, Tiny, model_of
 
 PARAMS = SamplingParams(temperature=0, max_tokens=10)
@@ -33,9 +34,10 @@ def cells_of_decoding(tiny: Tiny) -> tuple[list[int], list[list[int]]]:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_without_bitwise_no_call_is_cut_or_padded(strategy: str) -> None:
-    kept, texts = cells_of_decoding(Tiny(model_of(), strategy, bitwise_range=RANGE))
-    free, free_texts = cells_of_decoding(Tiny(model_of(), strategy, bitwise_range=RANGE, bitwise=False))
-    unranged, _ = cells_of_decoding(Tiny(model_of(), strategy))
+    policy = Policy(exit_threshold=0.0)  # so that adadecode drafts
+    kept, texts = cells_of_decoding(Tiny(model_of(), strategy, policy, bitwise_range=RANGE))
+    free, free_texts = cells_of_decoding(Tiny(model_of(), strategy, policy, bitwise_range=RANGE, bitwise=False))
+    unranged, _ = cells_of_decoding(Tiny(model_of(), strategy, policy))
     assert free_texts == texts
     assert all(RANGE[0] <= cells <= RANGE[1] for cells in kept)
     assert free == unranged

@@ -6,7 +6,7 @@ from infer.params import SamplingParams
 from infer.request import Request
 from infer.strategy import Policy
 from tests.infer.rules_oracle import twin_model
-from tests.tiny_engine import NAN_ID, PROMPTS, STRATEGIES, Tiny, all_is_free, model_of, nan_model, oracle
+from tests.tiny_engine import IN_PLACE, NAN_ID, PROMPTS, STRATEGIES, Tiny, all_is_free, model_of, nan_model, oracle
 
 NUM_TOKENS = 10
 LENGTHS = ((1,), (5, 9, 3), (20, 21, 22, 23), (7, 8, 9, 10, 11), (3,) * 17)  # around the edges of blocks of 4
@@ -52,7 +52,7 @@ def test_each_choice_gives_what_it_gives_alone(strategy, prompt):
 
 
 @pytest.mark.parametrize(("num_blocks", "max_num_seqs"), [(256, 2), (256, 8), (12, 8), (9, 3)])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", IN_PLACE)
 def test_choices_in_a_batch_and_a_pool_too_small_for_them_stay_the_same(strategy, num_blocks, max_num_seqs):
     policy = Policy(num_draft_tokens=3, num_lookup_tokens=3)  # with long rounds rows are admitted one by one
     tiny = Tiny(model_of(), strategy, policy, num_blocks=num_blocks, max_num_seqs=max_num_seqs)

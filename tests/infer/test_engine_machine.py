@@ -91,6 +91,9 @@ class EngineMachine(RuleBasedStateMachine):
             max_ngram=st.integers(2, 4),
             min_ngram=st.integers(1, 2),
             confidence_threshold=st.sampled_from([0.0, 0.0, 0.1, 0.6]),
+            lookahead_window=st.integers(1, 3),
+            lookahead_ngram=st.integers(2, 4),
+            lookahead_guesses=st.integers(1, 3),
             exit_threshold=st.sampled_from([0.0, 0.015, 0.02, 0.6]),  # honest exits give 0.01 to 0.03
         ),
         rig=st.sampled_from(RIGS),
@@ -118,7 +121,8 @@ class EngineMachine(RuleBasedStateMachine):
         try:
             self.tiny.engine.add(request)
         except ValueError:
-            assert self.tiny.engine.pool.num_blocks_for(request.max_len) >= self.tiny.engine.pool.num_blocks
+            pool, scratch = self.tiny.engine.pool, self.tiny.round.num_scratch_blocks
+            assert pool.num_blocks_for(request.max_len) + scratch >= pool.num_blocks
             return
         self.requests.append((request, kind))
 

@@ -16,7 +16,7 @@ from infer.params import SamplingParams
 from infer.strategy import Policy
 from infer.structured_outputs import StructuredOutputsParams
 from tests.tiny_artifact import VOCAB_SIZE, make_tokenizer
-from tests.tiny_engine import PROMPTS, STRATEGIES, Tiny, hf_logits, make_model
+from tests.tiny_engine import IN_PLACE, PROMPTS, STRATEGIES, Tiny, hf_logits, make_model
 from train.heads import ExitConfig
 
 EOS = 0
@@ -162,7 +162,7 @@ def test_every_strategy_and_batch_gives_plain_decodings_tokens(strategy, policy)
     assert [request.token_ids for request in requests] == [plain(number) for number in range(len(ROWS))]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", IN_PLACE)
 def test_preempted_rows_go_on_where_they_were(strategy):
     tiny = engine(strategy, num_blocks=24)
     requests = tiny.generate(ROWS, EACH, [EOS])

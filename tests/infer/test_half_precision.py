@@ -5,7 +5,7 @@ import torch
 
 from infer.params import SamplingParams
 from infer.runner import Runner
-from tests.tiny_engine import PROMPTS, STRATEGIES, Tiny, make_model
+from tests.tiny_engine import IN_PLACE, PROMPTS, Tiny, make_model
 
 ROWS = PROMPTS[:3]  # of 3, 9 and 17 tokens
 
@@ -30,7 +30,7 @@ def first_logits(tiny: Tiny, prompts, monkeypatch) -> torch.Tensor:
     return seen[0].float()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", IN_PLACE)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])
 def test_short_and_long_rows_share_a_batch_in_half_precision(family, dtype, strategy, monkeypatch):

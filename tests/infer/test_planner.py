@@ -12,9 +12,22 @@ from torch import Tensor
 from infer.hispec import Round, Stage
 from infer.judging import Lines, Ruling
 from infer.params import SamplingParams
-from infer.planner import GRID, PLAIN, Costs, Setting, chances, choose, lower_quarter, predict, settings, shortlist
+from infer.planner import (
+    GRID,
+    NUMBERS,
+    PLAIN,
+    Costs,
+    Setting,
+    chances,
+    choose,
+    lower_quarter,
+    predict,
+    settings,
+    shortlist,
+    unpredicted,
+)
 from infer.row import Row
-from infer.strategy import Policy, stages_of
+from infer.strategy import LOSSY, STRATEGIES, VERIFICATIONS, Policy, stages_of
 from infer.verify import Verdict
 from tests.tiny_engine import make_manifest, model_of
 
@@ -158,6 +171,12 @@ def test_what_an_artifact_does_not_allow_is_not_tried() -> None:
     assert settings(replace(MANIFEST, tiers=[replace(two[0], name="target", start=0)])) == {}
     short = replace(MANIFEST, limits=replace(MANIFEST.limits, max_query_len=4))
     assert [s.policy.num_draft_tokens for s in settings(short)["layerskip"]] == [1, 2, 3]
+
+
+def test_what_a_rule_does_not_allow_is_not_tried_either() -> None:
+    names = {rule: {setting.strategy for setting in unpredicted(MANIFEST, rule)} for rule in VERIFICATIONS}
+    assert names["identity"] - names["rejection"] == {"lookahead"}
+    assert {*NUMBERS} == {PLAIN, *settings(MANIFEST), *names["identity"]} == {*STRATEGIES} - LOSSY
 
 
 def test_the_shortlist_is_the_best_by_prediction_and_each_strategys_first() -> None:

@@ -6,7 +6,7 @@ import torch
 from infer.params import SamplingParams
 from infer.row import Row
 from infer.strategy import Policy
-from tests.tiny_engine import PROMPTS, STRATEGIES, Script, Tiny, model_of, oracle, texts_of
+from tests.tiny_engine import IN_PLACE, PROMPTS, STRATEGIES, Script, Tiny, model_of, oracle, texts_of
 
 NUM_TOKENS = 14
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
@@ -22,7 +22,7 @@ def plain(prompt: tuple[int, ...], params: SamplingParams) -> list[int]:
 
 
 @pytest.mark.parametrize("num_blocks", [9, 11, 14])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", IN_PLACE)
 def test_greedy_rows_in_a_pool_that_is_too_small_for_all_give_the_oracles_tokens(strategy, num_blocks):
     policy = Policy(num_draft_tokens=3, num_lookup_tokens=3)  # with long rounds rows are admitted one by one
     tiny = Tiny(model_of(), strategy, policy, num_blocks=num_blocks)
@@ -31,7 +31,7 @@ def test_greedy_rows_in_a_pool_that_is_too_small_for_all_give_the_oracles_tokens
 
 
 @pytest.mark.parametrize("bitwise_range", [None, (1, 3), (2, 6)], ids=str)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", IN_PLACE)
 def test_seeded_rows_in_a_pool_that_is_too_small_for_all_give_plain_decodings_tokens(strategy, bitwise_range):
     tiny = Tiny(model_of(), strategy, num_blocks=10, bitwise_range=bitwise_range)
     got = tiny.generate(ROWS, [sampled(b) for b in range(len(ROWS))])

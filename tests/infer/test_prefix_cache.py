@@ -7,7 +7,7 @@ from infer.blocks import BlockPool
 from infer.params import SamplingParams
 from infer.prefix_cache import PrefixCache
 from infer.row import Row
-from tests.tiny_engine import NAN_ID, PROMPTS, STRATEGIES, Tiny, all_is_free, model_of, nan_model, oracle
+from tests.tiny_engine import IN_PLACE, NAN_ID, PROMPTS, STRATEGIES, Tiny, all_is_free, model_of, nan_model, oracle
 
 NUM_TOKENS = 10
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
@@ -84,7 +84,7 @@ def test_cached_kv_has_the_bits_of_a_prompt_computed_anew():
     assert all(torch.equal(cold, warm) for cold, warm in zip(*pages, strict=True))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", IN_PLACE)
 def test_cached_blocks_make_way_for_rows_and_eviction_changes_no_token(strategy):
     tiny = caching(strategy, num_blocks=17)
     prompts = [BASE, BASE[::-1], BASE, (*BASE[:20], 99), BASE[::-1]]

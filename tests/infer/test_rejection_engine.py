@@ -16,7 +16,7 @@ from infer.row import Row
 from infer.sampler import PickParams
 from infer.strategy import Policy
 from tests.law import exact_law
-from tests.tiny_engine import PROMPTS, STRATEGIES, Tiny, make_model, make_trimmed_model, model_of, oracle
+from tests.tiny_engine import IN_PLACE, PROMPTS, Tiny, make_model, make_trimmed_model, model_of, oracle
 from train.heads import ExitConfig
 
 ROWS = PROMPTS[:4]
@@ -28,14 +28,14 @@ def tokens(tiny: Tiny, prompts=ROWS, **fields) -> list[list[int]]:
     return [r.token_ids for r in tiny.generate(prompts, each)]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", IN_PLACE)
 def test_greedy_rows_get_the_targets_tokens(strategy):
     tiny = Tiny(model_of(), strategy, Policy(num_draft_tokens=3, window=5), verification="rejection")
     got = tiny.generate(ROWS, SamplingParams(temperature=0, max_tokens=14))
     assert [r.token_ids for r in got] == [oracle("llama", p, 14) for p in ROWS]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", IN_PLACE)
 def test_a_row_depends_neither_on_neighbours_nor_on_preemption(strategy):
     policy, alone = Policy(num_lookup_tokens=2, min_ngram=1), []
     for number, prompt in enumerate(ROWS):
@@ -72,7 +72,7 @@ VOCAB, NUM_SAMPLES = 4, 3000
 
 LAW_CASES = [  # strategy, sampling, confidence_threshold
     pytest.param(strategy, setting, least, marks=[] if number == 0 or strategy == "hispec" else [pytest.mark.slow])
-    for strategy in STRATEGIES[1:]
+    for strategy in IN_PLACE[1:]
     for number, (setting, least) in enumerate(
         [({"temperature": 1.5}, 0.0), ({"min_tokens": 1}, 0.6), ({"temperature": 2.0, "top_p": 0.8}, 0.0)]
     )

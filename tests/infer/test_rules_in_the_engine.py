@@ -4,7 +4,7 @@ import pytest
 
 from infer.params import SamplingParams
 from infer.strategy import Policy
-from tests.tiny_engine import PROMPTS, STRATEGIES, Tiny, model_of
+from tests.tiny_engine import IN_PLACE, PROMPTS, STRATEGIES, Tiny, model_of
 
 ROWS = PROMPTS[:4]
 ALL_RULES = SamplingParams(
@@ -36,7 +36,7 @@ def same(request, prompt, params):
         assert [v.logprob for entry in ours for v in entry.values()] == pytest.approx(values, abs=1e-4)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", IN_PLACE)
 def test_rows_that_are_preempted_keep_their_rules_and_scores(strategy):
     tiny = Tiny(model_of(), strategy, Policy(num_draft_tokens=3), num_blocks=10)
     for request, prompt in zip(tiny.generate(ROWS, ALL_RULES), ROWS, strict=True):
@@ -45,7 +45,7 @@ def test_rows_that_are_preempted_keep_their_rules_and_scores(strategy):
 
 
 @pytest.mark.parametrize("num_blocks", [12, 256])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", IN_PLACE)
 def test_choices_have_rules_and_scores_of_their_own(strategy, num_blocks):
     params = SamplingParams(**{**vars(ALL_RULES), "n": 3})
     tiny = Tiny(model_of(), strategy, num_blocks=num_blocks)
