@@ -1,4 +1,4 @@
-"""`python -m infer generate|chat|serve|plan|bench|check|inspect ARTIFACT …`: the runtime from a terminal.
+"""`python -m infer generate|chat|serve|loadtest|plan|bench|check|inspect ARTIFACT …`: the runtime from a terminal.
 
 A user's mistake ends with one line on stderr and exit code 2. Imports wait until a command needs them.
 """
@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from infer.commands import bench, chat, check, generate, inspect, plan, serve
+from infer.commands import bench, chat, check, generate, inspect, loadtest, plan, serve
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,6 +26,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m infer", description="Run an exported model, exactly and faster.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (generate, chat, serve, plan, bench, check, inspect):
+    for command in (generate, chat, serve, loadtest, plan, bench, check, inspect):
         command.add(commands)
     return parser
