@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import statistics
 import time
 from collections import Counter
@@ -85,14 +86,13 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     ordered = sorted(values)
     if not ordered:
         return {}
-    return {
-        name: ordered[min(len(ordered) - 1, int(q * len(ordered)))] for name, q in (("p50", 0.5), ("p99", 0.99))
-    } | {"max": ordered[-1]}
+    ranks = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+    return {name: ordered[math.ceil(q * len(ordered)) - 1] for name, q in ranks.items()}
 
 
 async def run(load: Load) -> Report:
     """ValueError if the server can't be reached at all, or the process isn't there."""
-    report, began = Report(), time.monotonic()
+    report = Report()
     headers = {} if load.api_key is None else {"Authorization": f"Bearer {load.api_key}"}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=load.num_clients)
     async with httpx.AsyncClient(
@@ -102,6 +102,7 @@ async def run(load: Load) -> Report:
             await client.get("/ready", timeout=10)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ValueError(f"{load.url} can't be reached: {error!r}") from error
+        began = time.monotonic()
         watching = None if load.pid is None else asyncio.create_task(_watch(load.pid, report, began))
         try:
             clients = (
