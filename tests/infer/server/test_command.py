@@ -184,8 +184,10 @@ def wait_for(url, process):
     raise AssertionError("the server does not start")
 
 
-def test_the_readmes_client_runs(llm, capsys):
-    (snippet,) = re.findall(r"```python\n(from openai.+?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+def test_the_client_of_the_docs_runs(llm, capsys):
+    (snippet,) = re.findall(
+        r"```python\n(from openai.+?)```", (ROOT / "docs" / "serve.md").read_text(), flags=re.DOTALL
+    )
     with served(llm, model="smollm2-135m") as one, on_port(one) as address:
         exec(snippet.replace("http://127.0.0.1:8000", address).replace("rivers.", "me"), {})  # a short context
     assert capsys.readouterr().out.strip()

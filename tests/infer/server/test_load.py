@@ -1,0 +1,79 @@
+"""`infer loadtest`: what it counts of a server, and what it says of one that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+
+import pytest
+
+from infer.cli import main
+from infer.load import Load, Report, percentiles, run
+from tests.infer.server.harness import on_port, served
+
+
+def load(url: str, **changes: object) -> Load:
+    return Load(**({"url": url, "num_clients": 8, "seconds": 0.5, "max_tokens": 4, "pid": os.getpid()} | changes))
+
+
+def test_every_client_is_answered_whole_and_counted(llm):
+    with served(llm) as one, on_port(one) as address:
+        report = asyncio.run(run(load(address, num_clients=20)))
+    assert report.is_good and report.statuses["200"] == len(report.totals) == len(report.firsts) >= 40
+    assert all(0 < first <= total for first, total in zip(report.firsts, report.totals, strict=True))
+    assert report.memory and report.memory[0][1] > 50  # MiB; this process has loaded PyTorch
+
+
+def test_the_command_prints_and_writes_the_figures(llm, tmp_path, capsys):
+    with served(llm, api_keys=("key",)) as one, on_port(one) as address:
+        arguments = ["loadtest", address, "--clients", "3", "--minutes", "0.005", "--max-tokens", "2"]
+        assert main([*arguments, "--api-key", "key", "--output", str(tmp_path / "load.json")]) == 0
+        told = capsys.readouterr().out
+        assert main(arguments) == 1  # without the key
+    assert re.search(r"^\d+ × 200 in \d+ s, [\d.]+ a second\nfirst text: p50 [\d.]+ s, p99", told), told
+    assert json.loads((tmp_path / "load.json").read_text())["statuses"].keys() == {"200"}
+    assert re.search(r"\d+ × 401", capsys.readouterr().out)
+
+
+def test_a_full_queue_and_a_dying_engine_are_seen(narrow):
+    with served(narrow, max_queue=1) as one, on_port(one) as address:
+        one.slow_down(0.02)
+        report = asyncio.run(run(load(address)))
+        assert not report.is_good and report.statuses["429"] > 0 < report.statuses["200"]
+
+
+def test_a_fault_inside_of_a_stream_is_no_answer(llm, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("out of luck")
+
+    with served(llm) as one, on_port(one) as address:
+        monkeypatch.setattr(llm.engine.runner, "_trunks", [(broken, *rest) for _, *rest in llm.engine.runner._trunks])
+        report = asyncio.run(run(load(address, num_clients=2, seconds=0.1)))
+    assert set(report.statuses) == {"error in a stream"} and not report.totals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["http://127.0.0.1:9", "--minutes", "0.001"], "can't be reached"),
+        (["nonsense", "--minutes", "0.001"], "can't be reached"),
+        (["http://127.0.0.1:9", "--clients", "0"], "--clients=0 must be more than 0"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, complaint, capsys):
+    assert main(["loadtest", *arguments]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_growth_is_a_slope_after_the_warm_up():
+    report = Report(seconds=100.0)
+    report.memory = [(at, 500.0 if at < 25 else 600.0 + at / 60) for at in range(100)]
+    assert report.growth == pytest.approx(1.0)
+    assert Report(seconds=1.0).growth is None
+
+
+def test_percentiles_are_nearest_ranks():
+    assert percentiles(range(1, 101)) == {"p50": 50, "p99": 99, "max": 100}
+    assert percentiles([]) == {} and percentiles([2.0])["p99"] == 2.0
