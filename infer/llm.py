@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-import random
-import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -17,29 +14,24 @@ from infer import backends
 from infer.artifact import JUST_IN_TIME, Artifact
 from infer.blocks import BlockPool
 from infer.cuda_graphs import CudaCapture, with_graphs
-from infer.detokenizer import Detokenizer
 from infer.device import check_device
 from infer.draft_vocab import read_draft_vocabs
 from infer.engine import Engine
-from infer.grammar import GrammarCompiler
 from infer.hispec import Stage
-from infer.inputs import Prompt, as_list, encode
-from infer.logprobs import ScoreLog
+from infer.inputs import Prompt, as_list
 from infer.lookahead_round import make_round
-from infer.manifest import Manifest
+from infer.manifest import BuildInfo, Manifest
 from infer.output import RequestOutput
 from infer.params import SamplingParams
 from infer.plan import Conditions, Plan, read_plan
 from infer.pool_size import default_num_blocks
 from infer.prefix_cache import PrefixCache
-from infer.processors import Rules
 from infer.request import Request
+from infer.request_maker import Messages, RequestMaker
 from infer.runner import Program, Runner
 from infer.sprinter import read_classifier
 from infer.strategy import LOSSY, STRATEGIES, Policy, most_scored, rule_of, stages_of
 from infer.tokenizer import load_tokenizer
-
-Messages = Sequence[Mapping[str, Any]]
 
 
 class LLM:
@@ -161,28 +153,10 @@ class LLM:
             opened, chosen.build, bitwise=bitwise, cuda_graphs=has_graphs, verification=verification
         )
         self.plan: Plan | None = read_plan(opened, self.conditions) if is_auto else None
-        if device == "cpu" and chosen.build.num_threads != torch.get_num_threads():
-            warnings.warn(
-                f"{chosen.build.folder_name} was measured with {chosen.build.num_threads} threads and runs with "
-                f"{torch.get_num_threads()}: identity of the last bits is not proved there; call "
-                f"torch.set_num_threads({chosen.build.num_threads}), or export again",
-                stacklevel=2,
-            )
-        if unproved := chosen.build.unproved():
-            warnings.warn(
-                f"{chosen.build.folder_name} was measured elsewhere ({'; '.join(unproved)}): identity of the last bits "
-                "is not proved here; export again to have it measured",
-                stacklevel=2,
-            )
-        if self.backend == JUST_IN_TIME and bitwise:
-            warnings.warn(
-                "backend='compile': in which calls such programs give a token the same bits is measured by nobody, so "
-                "a strategy may take another token than plain decoding where two logits lie within the last bits of "
-                "each other; bitwise=False says the same and silences this, backend='inductor' has it measured",
-                stacklevel=2,
-            )
+        for note in _unproved_bits(chosen.build, device, bitwise):
+            warnings.warn(note, stacklevel=2)
         self.tokenizer = load_tokenizer(opened.path)
-        self._grammars = GrammarCompiler(self.tokenizer, self.manifest.base.vocab_size, self.manifest.eos_token_ids)
+        self._maker = RequestMaker(self.tokenizer, self.manifest, seed)
         draft_vocabs = read_draft_vocabs(opened, device)
         if programs is None:
             programs = backends.load(opened, chosen)
@@ -215,8 +189,6 @@ class LLM:
             runner, make_round(runner, stages, rule), pool, max_num_seqs, max_num_prefill_tokens, cache
         )
         self.strategy, self.policy, self.verification = strategy, policy, verification
-        self._request_numbers = itertools.count()
-        self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
         self.follow_plan(max_num_seqs)
 
     def use(
@@ -359,22 +331,7 @@ class LLM:
         Raises:
             ValueError: there is no template, or it refuses these messages or knows no tools.
         """
-        if not messages:
-            raise ValueError("messages is empty: give at least one message, e.g. {'role': 'user', 'content': 'Hello'}")
-        if not self.tokenizer.chat_template:
-            raise ValueError(
-                f"{self.manifest.base.name!r} has no chat template, so it can't chat: use generate() with a text prompt"
-            )
-        listed = [dict(tool) for tool in tools or ()] or None
-        if listed and not re.search(r"\btools\b", self.tokenizer.get_chat_template(tools=listed)):
-            raise ValueError(f"tools: the chat template of {self.manifest.base.name!r} knows none: leave them out")
-        try:
-            ids = self.tokenizer.apply_chat_template(
-                list(messages), tools=listed, add_generation_prompt=True, return_dict=False
-            )
-        except Exception as error:  # a template is a program that comes with the model, and raises what it likes
-            raise ValueError(f"messages: the model's chat template can't render them: {error}") from error
-        return list(ids)
+        return self._maker.chat_prompt(messages, tools)
 
     def make_request(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, *, number: int = 0
@@ -385,34 +342,7 @@ class LLM:
             ValueError: the prompt is empty or too long (it is called `number` there), or what `params` want can't be
                 done by this model.
         """
-        text, ids = encode(prompt, number, self.tokenizer, self.manifest.base.vocab_size)
-        params.check_vocabulary(self.manifest.base.vocab_size)
-        longest = self.manifest.limits.max_model_len
-        if len(ids) >= longest:
-            raise ValueError(
-                f"prompt {number} has {len(ids)} tokens, which leaves no room for an answer: "
-                f"max_model_len is {longest}; shorten the prompt, or export with a larger --max-model-len"
-            )
-        wanted = params.structured_outputs
-        grammar = None if wanted is None else self._grammars.compile(wanted)
-        limit = longest if params.max_tokens is None else min(longest, len(ids) + params.max_tokens)
-        eos = frozenset(() if params.ignore_eos else self.manifest.eos_token_ids)
-        request = Request(
-            request_id=str(next(self._request_numbers)) if request_id is None else request_id,
-            prompt=text,
-            prompt_token_ids=tuple(ids),
-            params=params,
-            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
-            max_len=limit,
-            stop_token_ids=eos | frozenset(params.stop_token_ids or ()),
-            eos_token_ids=eos,
-            detokenizer=Detokenizer(self.tokenizer, params),
-            rules=Rules.of(params, len(ids), self.manifest.eos_token_ids, self.tokenizer, grammar),
-            scores=ScoreLog.of(params.logprobs, params.prompt_logprobs),
-            judge_names=self.judge_names,
-        )
-        for _ in range(1, params.n):
-            request.add_choice(Detokenizer(self.tokenizer, params))
+        request = self._maker.make(prompt, params, request_id, number, self.judge_names)
         self.engine.check_fits(request)
         return request
 
@@ -458,3 +388,24 @@ class LLM:
     def _requests(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Request]:
         pairs = enumerate(zip(prompts, params, strict=True))
         return [self.make_request(prompt, one, number=number) for number, (prompt, one) in pairs]
+
+
+def _unproved_bits(build: BuildInfo, device: str, bitwise: bool) -> Iterator[str]:
+    """Why the last bits of these programs may not be what `bitwise` promises here, in words."""
+    if device == "cpu" and build.num_threads != torch.get_num_threads():
+        yield (
+            f"{build.folder_name} was measured with {build.num_threads} threads and runs with "
+            f"{torch.get_num_threads()}: identity of the last bits is not proved there; call "
+            f"torch.set_num_threads({build.num_threads}), or export again"
+        )
+    if unproved := build.unproved():
+        yield (
+            f"{build.folder_name} was measured elsewhere ({'; '.join(unproved)}): identity of the last bits is not "
+            "proved here; export again to have it measured"
+        )
+    if build.backend == JUST_IN_TIME and bitwise:
+        yield (
+            "backend='compile': in which calls such programs give a token the same bits is measured by nobody, so a "
+            "strategy may take another token than plain decoding where two logits lie within the last bits of each "
+            "other; bitwise=False says the same and silences this, backend='inductor' has it measured"
+        )

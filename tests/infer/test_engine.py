@@ -167,7 +167,7 @@ def make_llm(strategy: str = "hispec", num_blocks: int = 64, max_model_len: int 
     tiny = Tiny(model_of(), strategy, num_blocks=num_blocks, max_model_len=max_model_len)
     llm = LLM.__new__(LLM)
     llm.manifest, llm.engine, llm.tokenizer = tiny.manifest, tiny.engine, ByteIds()
-    llm._request_numbers, llm._seeds = itertools.count(), random.Random(0)
+    llm._maker._numbers, llm._maker._seeds = itertools.count(), random.Random(0)
     llm.plan, llm.max_num_seqs = None, 8
     return llm
 

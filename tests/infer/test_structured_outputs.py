@@ -265,7 +265,7 @@ def test_classes_leave_out_what_json_would_have_to_escape(compiler, expression):
 
 def test_without_xgrammar_the_extra_is_named_and_nothing_runs(llm, monkeypatch):
     monkeypatch.setitem(sys.modules, "xgrammar", None)
-    monkeypatch.setattr(llm, "_grammars", GrammarCompiler(llm.tokenizer, VOCAB_SIZE, [0]))
+    monkeypatch.setattr(llm._maker, "_grammars", GrammarCompiler(llm.tokenizer, VOCAB_SIZE, [0]))
     monkeypatch.setattr(llm.engine, "step", lambda: pytest.fail("work has begun"))
     wanted = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes"]))
     with pytest.raises(

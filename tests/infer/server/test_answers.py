@@ -210,7 +210,7 @@ def test_a_choice_is_kept_to_and_plain_text_is_no_form(one):
 
 def test_without_xgrammar_a_form_is_refused_with_the_remedy(one, llm, monkeypatch):
     monkeypatch.setitem(sys.modules, "xgrammar", None)
-    monkeypatch.setattr(llm._grammars, "_compiler", None)
+    monkeypatch.setattr(llm._maker._grammars, "_compiler", None)
     error = refusal(one, "/v1/chat/completions", CHAT | {"response_format": {"type": "json_object"}})
     assert error["param"] == "response_format" and "hispec[structured]" in error["message"]
 
