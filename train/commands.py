@@ -37,8 +37,8 @@ def run_estimate(argv: Sequence[str]) -> int:
     if not own.tflops > 0:
         raise ValueError(f"--tflops {own.tflops:g} must be greater than 0")
     cli = make_cli(["fit", *rest], run=False, instantiate=False)
-    model = cli.config.fit.model
-    print_estimate(cli, load_config(model.base, model.revision), own.tflops)
+    model, accelerator = cli.config.fit.model, cli.config.fit.trainer.accelerator
+    print_estimate(cli, load_config(model.base, model.revision), own.tflops, on_cpu=accelerator == "cpu")
     return 0
 
 

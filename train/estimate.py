@@ -2,8 +2,9 @@
 
 Parameters are counted on a model on the meta device. What a step adds is counted by running one, forward, loss and
 backward, on tensors that have shapes and no data. So code that saves one tensor more is seen here without a formula.
-Not counted: what a GPU's allocator wastes, and what the host alone holds: the base on its way to a GPU, a checkpoint
-while Lightning puts it together in memory (as large as the file: gigabytes with `backbone: full`).
+A checkpoint is put together in the host's memory by Lightning, as large as the file: where a CPU trains that comes on
+top of what a step took, which the heap keeps. Not counted: what a GPU's allocator wastes, and what the host of a GPU
+holds: the base on its way, and the checkpoint.
 """
 
 # Shape legend: B rows, T tokens, N label positions, E size of the states that the unembedding reads
@@ -34,8 +35,8 @@ from train.model import EarlyExitModel
 
 GB = 10**9
 # Python with its libraries 0.57 GB; the rest are oneDNN's kernels and what the heap wastes, as seen on a CPU with
-# SmolLM2: estimated 1.53, 1.73, 2.71 GB; `fit` took 1.42 in 8 steps and 1.69 in an epoch, 1.68, 2.57. On a GPU the
-# CUDA context and the allocator are taken to need as much.
+# SmolLM2: estimated 1.65, 3.05 (lora), 6.43 GB (full), with a checkpoint each; `fit` took 1.42 in 8 steps and 1.69 in
+# an epoch, 3.4 with the drift, 6.3. On a GPU the CUDA context and the allocator are taken to need as much.
 PROCESS = 9 * GB // 10
 
 # trainer.precision → dtype of the heads' weights, and of autocast. Any other counts as float32, which needs the most.
@@ -112,19 +113,28 @@ class Estimate:
     step: int  # bytes, the most that stands beside these at any time: states, gradients, logits of a chunk
     disk: int  # bytes of best.ckpt, last.ckpt and heads/
     flops: float  # a token of text, forward and backward
+    checkpoint: int  # bytes of one, which the host's memory holds while it is written
 
     @property
     def memory(self) -> int:
         """Bytes at the peak."""
         return self.base + self.heads + self.step + PROCESS
 
-    def line(self, tflops: float) -> str:
-        """All in one line; `tflops`: 10¹² operations a second that the device is taken to reach."""
+    def line(self, tflops: float, on_cpu: bool = False) -> str:
+        """All in one line.
+
+        Args:
+            tflops: 10¹² operations a second that the device is taken to reach.
+            on_cpu: it is the CPU, so that a checkpoint takes of the same memory.
+        """
         parts = {"base": self.base, "heads": self.heads, "step": self.step, "process": PROCESS}
+        if on_cpu:
+            parts["checkpoint"] = self.checkpoint
         sizes = ", ".join(f"{name} {_gb(size)}" for name, size in parts.items())
         minutes = self.flops * 1e6 / (tflops * 1e12) / 60
+        peak = _gb(sum(parts.values()))
         return (
-            f"peak memory {_gb(self.memory)} GB ({sizes}), checkpoints {_gb(self.disk)} GB, {self.flops / 1e9:.3g} "
+            f"peak memory {peak} GB ({sizes}), checkpoints {_gb(self.disk)} GB, {self.flops / 1e9:.3g} "
             f"GFLOP a token: {minutes:.2g} min per million tokens at {tflops:g} TFLOP/s"
         )
 
@@ -159,6 +169,7 @@ def estimate(config: Any, work: Workload) -> Estimate:
         step=step + (trained if work.num_ranks > 1 and not work.sharded else 0),
         disk=(1 + 2 * 3) * trained,
         flops=flops,
+        checkpoint=3 * trained,
     )
 
 

@@ -35,14 +35,14 @@ def quieten() -> None:
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda record: "💡" not in record.getMessage())
 
 
-def print_estimate(cli: Any, base_config: Any, tflops: float) -> None:
+def print_estimate(cli: Any, base_config: Any, tflops: float, on_cpu: bool) -> None:
     """One line; on the first rank only."""
     from lightning.pytorch.utilities import rank_zero_only
 
     from train.estimate import estimate, workload
 
     if rank_zero_only.rank == 0:
-        print(f"estimate: {estimate(base_config, workload(cli.config.fit.as_dict())).line(tflops)}")
+        print(f"estimate: {estimate(base_config, workload(cli.config.fit.as_dict())).line(tflops, on_cpu)}")
 
 
 def print_counts(cli: Any, num_bad: int | None = 5) -> None:
@@ -112,8 +112,8 @@ def make_cli(argv: Sequence[str], run: bool = True, instantiate: bool = True) ->
 
         def before_fit(self) -> None:
             self.datamodule.setup("fit")  # bad rows are told before anything is written
-            on_gpu = self.trainer.strategy.root_device.type == "cuda"
-            print_estimate(self, self.model.model.base.config, GPU_TFLOPS if on_gpu else CPU_TFLOPS)
+            on_cpu = self.trainer.strategy.root_device.type == "cpu"
+            print_estimate(self, self.model.model.base.config, CPU_TFLOPS if on_cpu else GPU_TFLOPS, on_cpu)
             print_counts(self)
             print_sample(self)
 

@@ -30,6 +30,7 @@ def test_weights_are_those_of_the_real_model(family, tiny_model):
     assert found.heads == 12 * sum(p.numel() for p in heads)
     assert found.disk == 28 * sum(p.numel() for p in heads)
     assert found.memory == found.base + found.heads + found.step + PROCESS
+    assert found.checkpoint == found.heads  # weights and two moments
 
 
 def test_the_config_is_left_as_it_is(tiny_model):
@@ -86,6 +87,7 @@ def test_a_trained_base_adds_its_moments_its_states_and_its_backward_pass(tiny_m
         28 * adapters,
     )
     full = estimate(base.config, replace(WORK, backbone="full", layerskip=LayerSkip(rotation=3)))
+    assert full.checkpoint - frozen.checkpoint == 12 * weights
     assert (full.base, full.heads - frozen.heads, full.disk - frozen.disk) == (frozen.base, 8 * weights, 28 * weights)
     assert full.step > lora.step > frozen.step
     attention = 6 * 2 * WORK.max_length * 4 * 12
@@ -116,6 +118,8 @@ def test_arithmetic_is_two_a_weight_forward_and_six_where_it_is_trained():
     assert found.flops == pytest.approx(expected, rel=1e-3)
     assert found.base == 2 * 2 * 6738415616  # float32; the published number of parameters
     assert f"{expected * 1e6 / 50e12 / 60:.2g} min per million tokens at 50 TFLOP/s" in found.line(50)
+    on_cpu = f"peak memory {(found.memory + found.checkpoint) / 1e9:.1f} GB (base 27.0"
+    assert on_cpu in found.line(50, on_cpu=True) and on_cpu not in found.line(50)
 
 
 def test_a_step_holds_as_much_as_is_estimated(tmp_path):
