@@ -127,7 +127,7 @@ async def _client(client: httpx.AsyncClient, load: Load, number: int, report: Re
             async with client.stream("POST", "/v1/chat/completions", json=body) as response:
                 status, last = str(response.status_code), ""
                 async for line in response.aiter_lines():
-                    if first is None and '"content":"' in line:
+                    if first is None and '"content":"' in line and '"content":""' not in line:  # that opens a stream
                         first = time.monotonic() - began
                     if line.startswith("data: "):
                         last = line

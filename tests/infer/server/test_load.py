@@ -26,6 +26,13 @@ def test_every_client_is_answered_whole_and_counted(llm):
     assert report.memory and report.memory[0][1] > 50  # MiB; this process has loaded PyTorch
 
 
+def test_the_chunk_that_opens_a_stream_is_no_text(llm):
+    with served(llm) as one, on_port(one) as address:
+        one.slow_down(0.3)
+        report = asyncio.run(run(load(address, num_clients=1, seconds=0.1)))
+    assert report.firsts[0] > 0.3
+
+
 def test_the_command_prints_and_writes_the_figures(llm, tmp_path, capsys):
     with served(llm, api_keys=("key",)) as one, on_port(one) as address:
         arguments = ["loadtest", address, "--clients", "3", "--minutes", "0.005", "--max-tokens", "2"]
