@@ -6,21 +6,22 @@ all alike. What is quoted is the median over groups of the ratio of times to pla
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import groupby
 
 from infer.llm import LLM
 from infer.output import TierMetrics, check_whole
 from infer.params import SamplingParams
-from infer.peers import TransformersPeer
+from infer.peers import Peer
+from infer.plan import Plan
+from infer.planner import Setting
+from infer.row import Row
 from infer.strategy import Policy
 from infer.verify import mean_acceptance_length
 
 BASELINE = "autoregressive"
-PEER = "transformers"
 WARMUP_TOKENS = 8
 
 
@@ -32,7 +33,7 @@ class Contender:
     their baseline.
     """
 
-    name: str  # a strategy or the peer
+    name: str  # a strategy, `auto`, or a peer
     batch_size: int
     temperature: float = 0.0
     bitwise: bool = True  # see LLM
@@ -68,6 +69,9 @@ class Result:
     num_tokens: list[int] = field(default_factory=list)
     token_ids: list[list[int]] = field(default_factory=list)  # per prompt
     acceptance: Acceptance = field(default_factory=Acceptance)
+    workloads: list[str] = field(default_factory=list)  # of each group
+    stage_seconds: list[float] = field(default_factory=list)  # by stage, in its judgements; empty for peers
+    num_target_calls: int = 0
 
     @property
     def tokens_per_second(self) -> float:
@@ -79,11 +83,13 @@ class Result:
         full = len(self.token_ids) // self.contender.batch_size
         return sum(self.num_tokens[:full]) / sum(self.seconds[:full]) if full else None
 
-    def ratios(self, baseline: Result) -> list[float]:
-        """Speed relative to the baseline's, group by group, in ascending order."""
+    def ratios(self, baseline: Result, workload: str | None = None) -> list[float]:
+        """Speed relative to the baseline's, group by group (of one workload), in ascending order."""
+        pairs = zip(self.num_tokens, self.seconds, baseline.num_tokens, baseline.seconds, strict=True)
         return sorted(
             (n / s) / (bn / bs)
-            for n, s, bn, bs in zip(self.num_tokens, self.seconds, baseline.num_tokens, baseline.seconds, strict=True)
+            for number, (n, s, bn, bs) in enumerate(pairs)
+            if workload is None or self.workloads[number] == workload
         )
 
 
@@ -98,12 +104,17 @@ def run_bench(
     temperatures: Sequence[float] | None = None,
     bitwise: Sequence[bool] | None = None,
     verifications: Sequence[str] = ("identity",),
-    peer: TransformersPeer | None = None,
+    workloads: Sequence[str] | None = None,
+    tuned: Mapping[tuple[str, int], Setting] | None = None,
+    peers: Sequence[Peer] = (),
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> list[Result]:
-    """All strategies (and the peer) in all conditions; the baseline is always among them.
+    """All strategies and peers in all conditions; the baseline is always among them.
 
     Args:
+        policy: of the strategies that `tuned` has nothing for.
+        workloads: of each prompt; a group is of one. None: they are all alike.
+        tuned: (strategy or `auto`, batch size) → what runs in its place.
         temperatures: each takes the place of the one in `params`; None is that one alone.
         bitwise: each strategy runs once with every value; None is what `llm` has. That is as it was afterwards.
         verifications: each strategy that drafts runs once with every one.
@@ -111,8 +122,17 @@ def run_bench(
     names = list(dict.fromkeys([BASELINE, *strategies]))
     before = llm.engine.runner.bitwise
     results: list[Result] = []
+    others = {peer.name: peer for peer in peers}
+
+    def run(group: Sequence[Sequence[int]], params: SamplingParams, result: Result) -> None:
+        name, batch_size = result.contender.name, result.contender.batch_size
+        if name in others:
+            _run_peer(others[name], group, params, result)
+        else:
+            _run(llm, (tuned or {}).get((name, batch_size), Setting(name, policy)), group, params, result)
+
     for batch_size in dict.fromkeys(batch_sizes):
-        groups = [prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size)]
+        groups = _groups(prompts, workloads or [""] * len(prompts), batch_size)
         for temperature in dict.fromkeys(temperatures or [params.temperature]):
             contenders = [
                 Contender(name, batch_size, temperature, bits, verification)
@@ -120,91 +140,84 @@ def run_bench(
                 for bits in bitwise or [before]
                 for verification in (("identity",) if name == BASELINE else dict.fromkeys(verifications))
             ]
-            if peer is not None:
-                contenders.append(Contender(PEER, batch_size, temperature))
+            contenders += [
+                Contender(name, batch_size, temperature)
+                for name, peer in others.items()
+                if batch_size == 1 or peer.takes_many
+            ]
             by_contender = {contender: Result(contender) for contender in contenders}
             warmup = SamplingParams(temperature=0, max_tokens=WARMUP_TOKENS)
             for contender in contenders:
-                _run(llm, policy, peer, groups[0], warmup, Result(contender))
+                run(groups[0][1], warmup, Result(contender))
             own_params = replace(params, temperature=temperature)
-            for number, group in enumerate(groups):
+            for number, (workload, group) in enumerate(groups):
                 turn = number % len(contenders)
                 for contender in contenders[turn:] + contenders[:turn]:
-                    _run(llm, policy, peer, group, own_params, by_contender[contender])
+                    run(group, own_params, by_contender[contender])
+                    by_contender[contender].workloads.append(workload)
                 on_progress(f"batch {batch_size}, temperature {temperature:g}: {number + 1}/{len(groups)} groups")
             results += by_contender.values()
     llm.use(BASELINE, bitwise=before)
     return results
 
 
-def _run(
-    llm: LLM,
-    policy: Policy,
-    peer: TransformersPeer | None,
-    group: Sequence[Sequence[int]],
-    params: SamplingParams,
-    result: Result,
-) -> None:
+def settings_of(
+    plan: Plan, names: Sequence[str], sizes: Sequence[int], *, is_tuned: bool
+) -> dict[tuple[str, int], Setting]:
+    """What the plan chose for `auto`, and, if tuned, the numbers that it found best for each strategy."""
+    found = {}
+    for size in sizes:
+        entry = plan.entry_for(size)
+        best = {figure.strategy: figure for figure in entry.tuned} if is_tuned else {}
+        for name in names:
+            figure = entry.chosen if name == "auto" else best.get(name)
+            if figure is not None:
+                found[name, size] = Setting(figure.strategy, figure.policy)
+    return found
+
+
+def _groups(
+    prompts: Sequence[Sequence[int]], workloads: Sequence[str], batch_size: int
+) -> list[tuple[str, list[Sequence[int]]]]:
+    """Neighbours of one workload, as many as a batch has."""
+    groups = []
+    for workload, pairs in groupby(zip(workloads, prompts, strict=True), key=lambda pair: pair[0]):
+        own = [prompt for _, prompt in pairs]
+        groups += [(workload, own[i : i + batch_size]) for i in range(0, len(own), batch_size)]
+    return groups
+
+
+def _run(llm: LLM, setting: Setting, group: Sequence[Sequence[int]], params: SamplingParams, result: Result) -> None:
     """Decode one group and write down what that took and gave."""
-    if result.contender.name == PEER:
-        assert peer is not None and params.max_tokens is not None
-        token_ids, seconds = peer.generate(group, params.max_tokens)
-    else:
-        contender = result.contender
-        llm.use(contender.name, policy, verification=contender.verification, bitwise=contender.bitwise)
+    contender = result.contender
+    llm.use(*setting, verification=contender.verification, bitwise=contender.bitwise)
+    round_ = llm.engine.round
+    result.stage_seconds = result.stage_seconds or [0.0] * len(round_.stages)
+    judge, target = round_._judge, len(round_.stages) - 1
+
+    def timed(rows: list[Row], level: int) -> set[Row]:
         start = time.perf_counter()
-        outputs = llm.generate(list(group), params)
-        seconds = time.perf_counter() - start
-        check_whole(outputs)
-        token_ids = [list(output.outputs[0].token_ids) for output in outputs]
-        for output in outputs:
-            result.acceptance.add(output.metrics.tiers)
+        unsure = judge(rows, level)  # which waits for the device: its last act is to read the picks
+        result.stage_seconds[level] += time.perf_counter() - start
+        result.num_target_calls += level == target
+        return unsure
+
+    round_._judge = timed  # type: ignore[method-assign]
+    start = time.perf_counter()
+    outputs = llm.generate(list(group), params)
+    seconds = time.perf_counter() - start
+    check_whole(outputs)
+    for output in outputs:
+        result.acceptance.add(output.metrics.tiers)
+    _note(result, [list(output.outputs[0].token_ids) for output in outputs], seconds)
+
+
+def _run_peer(peer: Peer, group: Sequence[Sequence[int]], params: SamplingParams, result: Result) -> None:
+    assert params.max_tokens is not None
+    _note(result, *peer.generate(group, params.max_tokens))
+
+
+def _note(result: Result, token_ids: list[list[int]], seconds: float) -> None:
     result.seconds.append(seconds)
     result.num_tokens.append(sum(len(ids) for ids in token_ids))
     result.token_ids += token_ids
-
-
-def summary(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """One record per contender, ready for a table or JSON.
-
-    `ratio_…` is the speed relative to the baseline, `ratio_to_bitwise` that of a contender without bitwise equality
-    relative to itself with it, `ratio_to_batch_1` that of its full batches relative to itself at batch 1. The last two
-    are None where there is nothing to compare with.
-    """
-    by_contender = {result.contender: result for result in results}
-    baselines: dict[tuple[int, float], Result] = {}
-    for result in results:
-        if result.contender.name == BASELINE:
-            baselines.setdefault((result.contender.batch_size, result.contender.temperature), result)
-    rows = []
-    for result in results:
-        contender = result.contender
-        baseline = baselines[contender.batch_size, contender.temperature]
-        ratios = result.ratios(baseline)
-        kept = None if contender.bitwise else by_contender.get(replace(contender, bitwise=True))
-        single = by_contender.get(replace(contender, batch_size=1))
-        speedup = None
-        if single is not None and single.throughput and result.throughput is not None:
-            speedup = round(result.throughput / single.throughput, 2)
-        rows.append(
-            {
-                "strategy": contender.name,
-                "batch_size": contender.batch_size,
-                "temperature": contender.temperature,
-                "bitwise": contender.bitwise if contender.name != PEER else None,
-                "verification": contender.verification if contender.name not in (BASELINE, PEER) else None,
-                "tokens_per_second": round(result.tokens_per_second, 2),
-                "ratio_median": round(statistics.median(ratios), 3),
-                "ratio_low": round(ratios[len(ratios) // 4], 3),
-                "ratio_high": round(ratios[-1 - len(ratios) // 4], 3),
-                "ratio_to_bitwise": round(statistics.median(result.ratios(kept)), 3) if kept else None,
-                "ratio_to_batch_1": speedup,
-                "mean_acceptance_length": {
-                    tier: round(length, 3) for tier, length in result.acceptance.mean_lengths().items()
-                },
-                "num_identical": sum(a == b for a, b in zip(result.token_ids, baseline.token_ids, strict=True)),
-                "num_prompts": len(result.token_ids),
-                "num_tokens": sum(result.num_tokens),
-            }
-        )
-    return rows

@@ -117,10 +117,12 @@ def plan_batch(
     for setting in compared:
         told = predicted[setting] / expected if setting in predicted else None
         figures[setting] = _figure(setting, told, ratios[setting])
+    tuned: dict[str, Figure] = {}
+    for one in sorted(figures.values(), key=lambda one: one.ratio):
+        tuned[one.strategy] = one
     chosen = figures.pop(choose(ratios, margin))
-    return PlanEntry(
-        batch_size=batch_size, chosen=chosen, runner_up=max(figures.values(), key=lambda one: one.ratio, default=None)
-    )
+    runner_up = max(figures.values(), key=lambda one: one.ratio, default=None)
+    return PlanEntry(batch_size=batch_size, chosen=chosen, runner_up=runner_up, tuned=list(tuned.values()))
 
 
 def probe(llm: LLM, groups: Sequence[Prompts], setting: Setting, params: SamplingParams) -> Record:

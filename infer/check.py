@@ -15,7 +15,7 @@ from typing import Any
 from infer.llm import LLM
 from infer.output import check_whole
 from infer.params import SamplingParams
-from infer.peers import TransformersPeer
+from infer.peers import Peer
 from infer.strategy import Policy
 
 PLAIN = "autoregressive"
@@ -91,7 +91,7 @@ def check(
     strategies: Sequence[str],
     batch_sizes: Sequence[int],
     policy: Policy,
-    peer: TransformersPeer | None = None,
+    peer: Peer | None = None,
     max_logit_error: float = 0.0,
     on_result: Callable[[Comparison], None] = lambda _: None,
 ) -> list[Comparison]:
@@ -147,7 +147,7 @@ def _difference(
     got: list[int],
     expected: list[int],
     prompts: Sequence[Sequence[int]],
-    peer: TransformersPeer | None,
+    peer: Peer | None,
     max_logit_error: float,
 ) -> Difference:
     shared = next((i for i, (a, b) in enumerate(zip(got, expected)) if a != b), min(len(got), len(expected)))

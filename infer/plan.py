@@ -23,7 +23,7 @@ from infer.manifest import MANIFEST, BuildInfo, Manifest
 from infer.records import MAX_JSON, load_json, read_record
 from infer.strategy import Policy, stages_of
 
-FORMAT_VERSION = 2  # 2: conditions name the packages beside PyTorch
+FORMAT_VERSION = 3  # 3: entries have every strategy's best numbers
 PLAN_AGAIN = "make one with python -m infer plan ARTIFACT (see python -m infer plan --help)"
 
 
@@ -97,6 +97,7 @@ class PlanEntry:
     batch_size: int
     chosen: Figure
     runner_up: Figure | None  # the best of the others that were measured
+    tuned: list[Figure]  # the best of each strategy that was measured, plain decoding's with it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

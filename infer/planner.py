@@ -210,10 +210,12 @@ def _largest_of(numbers: Distribution, count: int) -> Distribution:
 
 
 def shortlist(predicted: Mapping[Setting, float], plain: float, num_settings: int, least: float) -> list[Setting]:
-    """The fastest by prediction, best first: at most so many, and none below `least` times plain decoding's speed but
-    the first, so that there is a figure to show."""
-    best = sorted(predicted, key=lambda setting: -predicted[setting])[:num_settings]
-    return [setting for number, setting in enumerate(best) if number == 0 or predicted[setting] >= least * plain]
+    """The fastest by prediction, best first: so many, if they reach `least` times plain decoding's speed, and each
+    strategy's first, so that there is a figure to show."""
+    best = sorted(predicted, key=lambda setting: -predicted[setting])
+    fast = [setting for setting in best[:num_settings] if predicted[setting] >= least * plain]
+    firsts = {setting.strategy: setting for setting in reversed(best)}
+    return [setting for setting in best if setting in fast or firsts[setting.strategy] == setting]
 
 
 def choose(ratios: Mapping[Setting, Sequence[float]], margin: float) -> Setting:

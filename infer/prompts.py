@@ -19,6 +19,8 @@ class PromptRow:
 
     id: str
     messages: list[dict[str, str]]
+    workload: str = ""  # name of its file
+    reference: str | None = None  # a right answer, where the file has one
 
     @property
     def text(self) -> str:
@@ -50,7 +52,15 @@ def _rows(text: str, source: str, stem: str, *, is_json: bool) -> list[PromptRow
         if line.strip():
             where = f"{source}:{number}"
             record = _parse(line, where) if is_json else {"prompt": line}
-            rows.append(PromptRow(str(record.get("id", f"{stem}-{number}")), _messages(record, where)))
+            reference = record.get("reference")
+            rows.append(
+                PromptRow(
+                    id=str(record.get("id", f"{stem}-{number}")),
+                    messages=_messages(record, where),
+                    workload=stem,
+                    reference=reference if isinstance(reference, str) else None,
+                )
+            )
     if not rows:
         raise ValueError(f"{source}: no prompts in it")
     return rows

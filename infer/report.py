@@ -66,6 +66,36 @@ def print_bench(
         )
 
 
+def print_workloads(rows: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
+    """The ratios in each workload, where there are several; the 95 % interval of the median in brackets."""
+    workloads = list(dict.fromkeys(name for row in rows for name in row["workloads"]))
+    if len(workloads) < 2:
+        return
+    table = Table(title="ratio to plain decoding by workload (95 % interval of the median)", title_justify="left")
+    for name in (
+        "strategy",
+        "batch",
+        *workloads,
+        "mean",
+        "target calls / token",
+        "verification / drafting",
+        "exact match",
+    ):
+        table.add_column(name, justify="left" if name == "strategy" else "right")
+    for row in rows:
+        cells = []
+        for one in (row["workloads"][name] for name in workloads):
+            interval = one["interval"]
+            cells.append(f"{one['ratio']:.2f}" + (f" ({interval[0]:.2f}–{interval[1]:.2f})" if interval else ""))
+        match = row.get("exact_match")
+        table.add_row(
+            row["strategy"], str(row["batch_size"]), *cells, _ratio(row["ratio_mean"]),
+            _ratio(row["target_calls_per_token"]), _ratio(row["verification_to_drafting"]),
+            "–" if match is None else f"{match:.0%}",
+        )  # fmt: skip
+    (console or Console(width=150)).print(table)
+
+
 def _ratio(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
 

@@ -10,12 +10,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from infer import bench_plots
 from infer.commands import options, program_bench
 from infer.commands.sampling import add_sampling_options, sampling_params
 
 if TYPE_CHECKING:
     from infer.llm import LLM
     from infer.machine import Machine
+    from infer.peers import Peer
+    from infer.planner import Setting
 
 
 def add(commands: Any) -> None:
@@ -30,8 +33,18 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--identity-cost", action="store_true", help="run everything without --bitwise too, and show what that gains"
     )
-    parser.add_argument("--peers", default="", help="comma-separated: transformers")
-    parser.add_argument("--peer-model", help="the base model for peers: a folder or hub id")
+    parser.add_argument(
+        "--tuned", action="store_true", help="each strategy with the numbers that `infer plan` found best for it"
+    )
+    parser.add_argument(
+        "--peers",
+        default="",
+        help="comma-separated: transformers, transformers-layerskip, transformers-prompt-lookup, llama-cpp",
+    )
+    parser.add_argument("--peer-model", help="the base model for transformers peers: a folder or hub id")
+    parser.add_argument("--peer-gguf", help="the base model for llama-cpp, in the dtype to compare (infer.peers.gguf)")
+    parser.add_argument("--peer-python", default=sys.executable, help="llama-cpp's Python (default: this one)")
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="write plots and a Markdown table into this folder")
     parser.add_argument("--output", "--json", type=Path, metavar="FILE", help="write all figures to this JSON file")
     parser.add_argument(
         "--profile",
@@ -54,8 +67,14 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         raise ValueError(f"--batch-sizes={args.batch_sizes} must be at most --max-num-seqs={args.max_num_seqs}")
     options.check_output(args.output)
     if args.profile:
-        foreign = {"--temperatures": args.temperatures, "--identity-cost": args.identity_cost, "--peers": args.peers,
-                   "--verifications": args.verifications != "identity"}  # fmt: skip
+        foreign = {
+            "--temperatures": args.temperatures,
+            "--identity-cost": args.identity_cost,
+            "--peers": args.peers,
+            "--tuned": args.tuned,
+            "--plots": args.plots,
+            "--verifications": args.verifications != "identity",
+        }
         if given := [flag for flag, value in foreign.items() if value]:
             raise ValueError(f"--profile measures one setting: leave out {', '.join(given)}")
     return _profile(args, sizes) if args.profile else _compare(args, sizes)
@@ -63,32 +82,32 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 def _compare(args: argparse.Namespace, sizes: list[int]) -> int:
     from infer import bench, machine
-    from infer.peers import PEERS, TransformersPeer
-    from infer.report import print_bench
+    from infer.bench_summary import exact_match, summary
+    from infer.report import print_bench, print_workloads
 
     names = args.strategies.split(",")
     if args.prompts is None:
         raise ValueError("bench needs --prompts FILE: only --profile has some of its own")
     if args.identity_cost and not args.bitwise:
         raise ValueError("--identity-cost measures with and without --bitwise: leave out --no-bitwise")
-    peers = [peer for peer in args.peers.split(",") if peer]
-    for peer_name in peers:
-        if peer_name not in PEERS:
-            raise ValueError(f"--peers: {peer_name!r} is not one of {', '.join(PEERS)}")
-    if peers and not args.peer_model:
-        raise ValueError("--peers needs --peer-model: the base model's folder or hub id")
+    peer_names = _peer_names(args)
+    if args.plots is not None:
+        bench_plots.check_folder(args.plots)
     rows = options.prompt_rows(args)
     params, policy = sampling_params(args), options.policy_of(args)
     temperatures = _temperatures(args)
     each = [replace(params, temperature=temperature) for temperature in temperatures]
     for one in each:
         options.need_seed(one, "bench")
-    if peers and not all(options.is_plain(one) for one in each):
+    if peer_names and not all(options.is_plain(one) for one in each):
         raise ValueError("--peers decode greedily and freely to their own end: leave out all but --max-tokens")
-    here, llm = _prepare(args, names)
+    here, llm, tuned = _prepare(args, names, sizes)
     prompts = [options.token_ids(llm, row) for row in rows]
-    peer = TransformersPeer(args.peer_model, llm.dtype, args.device) if peers else None
+    workloads = [row.workload for row in rows]
+    peers: list[Peer] = []
     try:
+        for name in peer_names:
+            peers.append(_start_peer(name, args, llm))
         results = bench.run_bench(
             llm,
             prompts,
@@ -99,19 +118,59 @@ def _compare(args: argparse.Namespace, sizes: list[int]) -> int:
             temperatures=temperatures,
             bitwise=(True, False) if args.identity_cost else None,
             verifications=args.verifications.split(","),
-            peer=peer,
+            workloads=workloads,
+            tuned=tuned,
+            peers=peers,
             on_progress=options.show_progress,
         )
     finally:
-        if peer is not None:
+        for peer in peers:
             peer.close()
     print(file=sys.stderr)
-    table = bench.summary(results)
+    table = summary(results)
+    for record, result in zip(table, results, strict=True):
+        texts = [llm.tokenizer.decode(ids, skip_special_tokens=True) for ids in result.token_ids]
+        record["exact_match"] = exact_match(texts, [row.reference for row in rows])
     single = [r["tokens_per_second"] for r in table if r["strategy"] == bench.BASELINE and r["batch_size"] == 1]
     share = machine.share_of_roof(llm, single[0], here) if single else None
     print_bench(table, llm, here, share)
-    _write(args, here, llm, {"rows": table, "share_of_roof": share})
+    print_workloads(table)
+    figures = {"rows": table, "share_of_roof": share}
+    _write(args, here, llm, figures)
+    if args.plots is not None:
+        bench_plots.write(figures, args.plots)
     return 0
+
+
+def _peer_names(args: argparse.Namespace) -> list[str]:
+    from infer.peers import PEERS
+
+    names = [name for name in args.peers.split(",") if name]
+    for name in names:
+        if name not in PEERS:
+            raise ValueError(f"--peers: {name!r} is not one of {', '.join(PEERS)}")
+        if name == "llama-cpp" and not args.peer_gguf:
+            raise ValueError("--peers=llama-cpp needs --peer-gguf: the base model as a .gguf file")
+        if name != "llama-cpp" and not args.peer_model:
+            raise ValueError(f"--peers={name} needs --peer-model: the base model's folder or hub id")
+    return names
+
+
+def _start_peer(name: str, args: argparse.Namespace, llm: LLM) -> Peer:
+    import torch
+
+    from infer.peers import Peer
+
+    is_llama = name == "llama-cpp"
+    return Peer(
+        name,
+        args.peer_gguf if is_llama else args.peer_model,
+        llm.dtype,
+        args.device,
+        num_threads=torch.get_num_threads(),
+        early_exit=llm.manifest.tiers[0].stop,
+        python=args.peer_python if is_llama else sys.executable,
+    )
 
 
 def _profile(args: argparse.Namespace, sizes: list[int]) -> int:
@@ -120,7 +179,7 @@ def _profile(args: argparse.Namespace, sizes: list[int]) -> int:
 
     names, params, policy = args.strategies.split(","), sampling_params(args), options.policy_of(args)
     rows = options.prompt_rows(args, profile.question_rows())
-    here, llm = _prepare(args, names)
+    here, llm, _ = _prepare(args, names, sizes)
     prompts = [options.token_ids(llm, row) for row in rows]
     overheads = profile.measure_overhead(llm, names, sizes, policy)
     shares = profile.measure_shares(llm, prompts, names, sizes, params, policy)
@@ -133,20 +192,30 @@ def _profile(args: argparse.Namespace, sizes: list[int]) -> int:
     return 0
 
 
-def _prepare(args: argparse.Namespace, names: list[str]) -> tuple[Machine, LLM]:
-    """The machine, measured while nothing else runs, and then the model."""
+def _prepare(
+    args: argparse.Namespace, names: list[str], sizes: list[int]
+) -> tuple[Machine, LLM, dict[tuple[str, int], Setting]]:
+    """The machine, measured while nothing else runs, then the model, and what runs in the place of which name."""
+    from infer import bench
     from infer.device import check_device
     from infer.machine import describe_machine, note_if_busy
+    from infer.planner import Setting
 
     check_device(args.device)
     here = describe_machine(args.device)
     note_if_busy(here.load_average)
-    llm = options.load_llm(args, "autoregressive")
+    has_plan = args.tuned or "auto" in names
+    llm = options.load_llm(args, "auto" if has_plan else "autoregressive")
+    if has_plan and llm.plan is None:
+        raise ValueError("--tuned and the strategy auto need a plan that holds here: python -m infer plan ARTIFACT")
+    tuned = bench.settings_of(llm.plan, names, sizes, is_tuned=args.tuned) if llm.plan else {}
     for name in names:  # refuses unknown ones before any work
         for verification in args.verifications.split(","):
-            llm.use(name, options.policy_of(args), verification=verification)
+            for size in sizes:
+                setting = tuned.get((name, size), Setting(name, options.policy_of(args)))
+                llm.use(*setting, verification=verification)
     llm.use("autoregressive")
-    return here, llm
+    return here, llm, tuned
 
 
 def _write(args: argparse.Namespace, here: Machine, llm: LLM, figures: dict[str, Any]) -> None:

@@ -23,8 +23,10 @@ def add(commands: Any) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     """Exit code 1 when any text differs from plain decoding's by more than a tie."""
+    import torch
+
     from infer.check import check, target_error
-    from infer.peers import TransformersPeer
+    from infer.peers import Peer
     from infer.report import print_comparison
 
     names, sizes = args.strategies.split(","), options.batch_sizes(args)
@@ -39,7 +41,10 @@ def _run(args: argparse.Namespace) -> int:
         llm.use(name, policy)  # refuses unknown names before any work
     prompts = [options.token_ids(llm, row) for row in rows]
     error = target_error(llm) if args.peer_model else 0.0
-    peer = TransformersPeer(args.peer_model, llm.dtype, args.device) if args.peer_model else None
+    peer = None
+    if args.peer_model:
+        threads = torch.get_num_threads()
+        peer = Peer("transformers", args.peer_model, llm.dtype, args.device, num_threads=threads)
     try:
         results = check(
             llm, prompts, params, strategies=names, batch_sizes=sizes, policy=policy, peer=peer,

@@ -1,17 +1,29 @@
 """`infer bench`: what its figures are made of. Speed itself is never asserted."""
 
 import json
+import math
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
+import gguf
+import numpy as np
 import pytest
+import torch
 
-from infer.bench import BASELINE, Contender, Result, run_bench, summary
+from infer.bench import BASELINE, Contender, Result, run_bench, settings_of
+from infer.bench_summary import exact_match, median_interval, summary
 from infer.cli import main
 from infer.llm import LLM
 from infer.params import SamplingParams
+from infer.peers import Peer
+from infer.peers.gguf import write as write_gguf
+from infer.plan import Figure, PlanEntry
+from infer.planner import Setting
 from infer.strategy import Policy
+from tests.tiny_models import make_tiny_model
 
 PROMPTS = [[5, 9, 3], [7, 8, 9, 10, 11], [20, 21]]
 NAMES = ("autoregressive", "layerskip", "hispec")
@@ -153,3 +165,142 @@ def test_the_rejection_rule_runs_beside_the_identity_rule(llm: LLM) -> None:
     assert rows[1]["num_identical"] == 3  # the other has the law alone
     assert set(rows[2]["mean_acceptance_length"]) == {"target"}
     assert llm.verification == "identity"
+
+
+# ---- workloads, tuned numbers, plots ----
+
+
+def test_groups_are_of_one_workload_and_each_has_its_own_ratio(llm: LLM) -> None:
+    prompts = [*PROMPTS, *PROMPTS]
+    workloads = ["a", "a", "a", "b", "b", "b"]
+    results = run_bench(llm, prompts, strategies=("layerskip",), batch_sizes=(2,), workloads=workloads,
+                        params=SamplingParams(temperature=0, max_tokens=6), policy=Policy())  # fmt: skip
+    assert [r.workloads for r in results] == [["a", "a", "b", "b"]] * 2
+    plain, drafted = summary(results)
+    assert drafted["num_identical"] == 6
+    assert {name: one["num_groups"] for name, one in drafted["workloads"].items()} == {"a": 2, "b": 2}
+    assert plain["ratio_mean"] == 1 and plain["verification_to_drafting"] is None
+    assert drafted["verification_to_drafting"] > 0 and len(drafted["stage_shares"]) == 2
+    assert plain["target_calls_per_token"] == pytest.approx(
+        sum(max(lengths) for lengths in ([6, 6], [6], [6, 6], [6])) / plain["num_tokens"], abs=0.001
+    )
+    assert drafted["target_calls_per_token"] < plain["target_calls_per_token"]
+
+
+def test_tuned_numbers_run_in_the_place_of_a_name(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = []
+    use = llm.use
+    monkeypatch.setattr(llm, "use", lambda *args, **kw: (used.append(args), use(*args, **kw)))
+    tuned = {("auto", 1): Setting("layerskip", Policy(num_draft_tokens=3))}
+    results = run_bench(llm, PROMPTS[:1], strategies=("auto", "layerskip"), batch_sizes=(1,), tuned=tuned,
+                        params=SamplingParams(temperature=0, max_tokens=6), policy=Policy())  # fmt: skip
+    assert [r.contender.name for r in results] == [BASELINE, "auto", "layerskip"]
+    assert ("layerskip", Policy(num_draft_tokens=3)) in used and ("layerskip", Policy()) in used
+    assert summary(results)[1]["num_identical"] == 1
+
+
+def test_a_plan_gives_auto_its_choice_and_each_strategy_its_best() -> None:
+    def figure(strategy: str, gamma: int) -> Figure:
+        policy = Policy(num_draft_tokens=gamma)
+        return Figure(strategy=strategy, policy=policy, predicted=None, ratio=1.2, ratio_low=1.1)
+
+    entry = PlanEntry(
+        batch_size=1, chosen=figure("layerskip", 4), runner_up=None, tuned=[figure("layerskip", 4), figure("hispec", 2)]
+    )
+    plan = SimpleNamespace(entry_for=lambda size: entry)
+    names = ("auto", "hispec", "prompt_lookup")
+    assert settings_of(plan, names, (1,), is_tuned=False) == {("auto", 1): Setting("layerskip", entry.chosen.policy)}
+    assert settings_of(plan, names, (1,), is_tuned=True)["hispec", 1].policy.num_draft_tokens == 2
+    assert ("prompt_lookup", 1) not in settings_of(plan, names, (1,), is_tuned=True)
+
+
+@pytest.mark.parametrize("n", [1, 5, 6, 10, 15, 40])
+def test_the_interval_of_the_median_is_the_narrowest_that_binomial_chances_allow(n: int) -> None:
+    """By enumeration in fractions: how often the median lies between two order statistics."""
+    interval = median_interval(list(range(n)))
+    tails = [Fraction(sum(math.comb(n, k) for k in range(skipped + 1)), 2**n) for skipped in range(n // 2)]
+    allowed = [skipped for skipped, tail in enumerate(tails) if 2 * tail <= Fraction(5, 100)]
+    assert interval == (None if not allowed else (allowed[-1], n - 1 - allowed[-1]))
+
+
+def test_exact_match_reads_the_last_number() -> None:
+    references = ["so 3+4 = <<3+4=7>>7\n#### 1,007", "#### -2.5", None, "no answer in it: 5"]
+    assert exact_match(["It is 1007.", "x = -2.50", "5", "5"], references) == 1
+    assert exact_match(["1007 of 3", "-2.5", "", ""], references) == 0.5
+    assert exact_match(["", "none", "", ""], references) == 0
+    assert exact_match(["5"], [None]) is None
+
+
+def test_command_writes_table_and_plots(artifact: Path, prompts: Path, tmp_path: Path, capsys) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    for name in ("one", "two"):
+        lines = [{"prompt": f"{name} {i}", "reference": f"#### {i}"} for i in range(2)]
+        (data / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    args = ["bench", str(artifact), "--data-dir", str(data), "--max-tokens", "4", "--strategies", "layerskip,hispec"]
+    assert main([*args, "--batch-sizes", "1,2", "--plots", str(tmp_path / "plots")]) == 0
+    names = {"speed-up-by-benchmark", "speed-up-by-batch-size", "acceptance-by-tier", "time-by-tier"}
+    assert {path.name for path in (tmp_path / "plots").iterdir()} == {"bench.md", *(f"{name}.png" for name in names)}
+    table = (tmp_path / "plots" / "bench.md").read_text().splitlines()
+    assert table[0].startswith("| strategy | batch | one | two | mean |") and len(table) == 2 + 6
+    assert all(line.count("|") == table[0].count("|") for line in table)
+    assert "ratio to plain decoding by workload" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--peers", "vllm"], "'vllm' is not one of transformers"),
+        (["--peers", "llama-cpp", "--peer-model", "x"], "needs --peer-gguf"),
+        (["--peers", "transformers-layerskip"], "needs --peer-model"),
+        (["--tuned"], "need a plan that holds here"),
+        (["--strategies", "auto"], "need a plan that holds here"),
+        (["--plots", "no/such/folder"], "name a folder"),
+    ],
+)
+def test_what_a_race_needs_is_asked_for_before_it(artifact: Path, prompts: Path, capsys, options, reason) -> None:
+    assert main(["bench", str(artifact), "--prompts", str(prompts), *options]) == 2
+    assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["transformers", "transformers-layerskip", "transformers-prompt-lookup"])
+def test_transformers_peers_give_the_models_own_greedy_tokens(tmp_path: Path, name: str) -> None:
+    model = make_tiny_model("llama")
+    model.save_pretrained(tmp_path)
+    peer = Peer(name, str(tmp_path), "float32", "cpu", num_threads=1, early_exit=2)
+    try:
+        for prompt in PROMPTS:
+            token_ids, seconds = peer.generate([prompt], 8)
+            ids = list(prompt)
+            with torch.no_grad():
+                for _ in range(8):
+                    ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+            assert seconds > 0 and token_ids == [ids[len(prompt) :]]
+    finally:
+        peer.close()
+
+
+def test_a_peer_that_cannot_start_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="llama-cpp peer ended before its answer"):
+        Peer("llama-cpp", str(tmp_path / "none.gguf"), "float32", "cpu", num_threads=1)
+
+
+def test_the_gguf_of_a_peer_has_the_same_numbers(tmp_path: Path) -> None:
+    weights = np.linspace(-1, 1, 2 * 64, dtype=np.float32).reshape(2, 64)
+    writer = gguf.GGUFWriter(tmp_path / "q.gguf", "llama")
+    writer.add_block_count(3)
+    writer.add_token_list(["a", "b"])
+    quantised = gguf.quants.quantize(weights, gguf.GGMLQuantizationType.Q4_1)
+    writer.add_tensor("w", quantised, raw_dtype=gguf.GGMLQuantizationType.Q4_1)
+    writer.add_tensor("norm", np.ones(3, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    write_gguf(tmp_path / "q.gguf", tmp_path / "full.gguf", "float32")
+    reader = gguf.GGUFReader(tmp_path / "full.gguf")
+    assert reader.get_field("llama.block_count").contents() == 3
+    assert reader.get_field("tokenizer.ggml.tokens").contents() == ["a", "b"]
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    expected = gguf.quants.dequantize(quantised, gguf.GGMLQuantizationType.Q4_1)
+    assert np.array_equal(tensors["w"].data, expected) and np.array_equal(tensors["norm"].data, np.ones(3))

@@ -65,14 +65,14 @@ def test_seconds_of_calls_go_by_tier_and_width_and_the_rest_is_overhead(llm: LLM
 
 def test_rounds_that_are_not_full_are_not_timed_but_judged(llm: LLM, clock: Clock, monkeypatch) -> None:
     runner, sizes = llm.engine.runner, []
-    score = runner.score
+    advance = runner.advance
 
     def note(rows: Any, tier: int) -> Any:
         if isinstance(llm.engine.round, calibration._TimedRound):  # not while it warms up
             sizes.append(len(rows))
-        return score(rows, tier)
+        return advance(rows, tier)
 
-    monkeypatch.setattr(runner, "score", note)
+    monkeypatch.setattr(runner, "advance", note)
     runner.bind(as_intermediate(runner.programs), bitwise=True)
     setting = Setting("hispec", Policy(num_draft_tokens=2, window=4))
     params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (30, 30)]

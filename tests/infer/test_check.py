@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from infer import LLM, judging
+from infer import LLM, judging, peers
 from infer.check import Comparison, Difference, check
 from infer.cli import main
 from infer.params import SamplingParams
-from infer.peers import Margins, TransformersPeer
+from infer.peers import Margins
 from infer.report import print_comparison
 from infer.strategy import Policy
 from infer.verify import verify
@@ -112,7 +112,7 @@ def test_a_peer_tells_how_far_tokens_lie_below_its_largest_logit(tmp_path: Path)
         logits = model(torch.tensor([[5, 9, 3]])).logits[0, -1]
     order, largest = logits.argsort(descending=True).tolist(), float(logits.abs().max())
     top_two = float(logits[order[0]] - logits[order[1]])
-    peer = TransformersPeer(str(tmp_path), "float32", "cpu")
+    peer = peers.Peer("transformers", str(tmp_path), "float32", "cpu", num_threads=1)
     try:
         for token_ids, lowest in (([order[0], order[1]], 1), ([order[7], order[0]], 7), ([order[2], order[1]], 2)):
             got = peer.margins([5, 9, 3], token_ids)

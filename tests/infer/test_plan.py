@@ -28,7 +28,9 @@ ENTRIES = ((1, "hispec", Policy(num_draft_tokens=1, window=2)), (3, "layerskip",
 def entry(batch_size: int, strategy: str, policy: Policy) -> PlanEntry:
     chosen = Figure(strategy=strategy, policy=policy, predicted=1.5, ratio=1.4, ratio_low=1.3)
     plain = replace(chosen, strategy="autoregressive", policy=Policy(), predicted=1.0, ratio=1.0, ratio_low=1.0)
-    return PlanEntry(batch_size=batch_size, chosen=chosen, runner_up=plain if batch_size > 1 else None)
+    return PlanEntry(
+        batch_size=batch_size, chosen=chosen, runner_up=plain if batch_size > 1 else None, tuned=[plain, chosen]
+    )
 
 
 def make_plan(conditions: Conditions, *entries: tuple[int, str, Policy]) -> Plan:
@@ -209,7 +211,7 @@ def test_a_plan_of_another_version_of_a_package_is_set_aside(
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        (lambda data: data.update(format_version=99), "format_version=99, this HiSpec reads 2"),
+        (lambda data: data.update(format_version=99), "format_version=99, this HiSpec reads 3"),
         (lambda data: data.pop("sample"), "field 'sample' is missing"),
         (lambda data: data["entries"][0]["chosen"]["policy"].pop("window"), "field 'window' is missing"),
         (lambda data: data["entries"][0].update(batch_size="1"), "entries[0]: batch_size: got '1', expected int"),

@@ -43,7 +43,7 @@ def test_it_writes_the_plan_prints_it_and_auto_follows_it(artifact: Path, capsys
     assert record["sample"] == {
         "num_prompts": 2, "max_tokens": 20, "temperature": 0.0, "seed": None, "margin": 0.03
     }  # fmt: skip
-    assert record["conditions"]["backend"] == "eager" and record["format_version"] == 2
+    assert record["conditions"]["backend"] == "eager" and record["format_version"] == 3
     for one in record["entries"]:
         assert one["chosen"]["strategy"] == "hispec" and one["chosen"]["ratio"] > 1.5
         assert f"{one['chosen']['ratio']:.2f}" in shown.out

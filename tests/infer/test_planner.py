@@ -84,12 +84,18 @@ class StubRunner:
     def __init__(self, costs: Costs) -> None:
         self.costs, self.seconds = costs, 0.0
 
-    def score(self, rows: Sequence[Row], tier: int) -> Tensor:
+    def advance(self, rows: Sequence[Row], tier: int) -> Tensor:
         widths = [len(row) - row.cursors[tier] for row in rows]
         self.seconds += self.costs.of(tier, max(widths))
         for row in rows:
             row.cursors[: tier + 1] = [len(row)] * (tier + 1)
         return torch.zeros(sum(widths), 1)
+
+    def max_logits(self, tier: int) -> None:
+        return None
+
+    def logits(self, tier: int, states: Tensor) -> Tensor:
+        return states
 
 
 class Dice:
@@ -154,13 +160,15 @@ def test_what_an_artifact_does_not_allow_is_not_tried() -> None:
     assert [s.policy.num_draft_tokens for s in settings(short)["layerskip"]] == [1, 2, 3]
 
 
-def test_the_shortlist_is_the_best_by_prediction_and_one_that_loses_if_all_do() -> None:
+def test_the_shortlist_is_the_best_by_prediction_and_each_strategys_first() -> None:
     a, b, c, d = (Setting("layerskip", Policy(num_draft_tokens=gamma)) for gamma in (1, 2, 3, 4))
     predicted = {a: 70.0, b: 150.0, c: 99.0, d: 110.0}
     assert shortlist(predicted, 100.0, 3, 0.8) == [b, d, c]
     assert shortlist(predicted, 100.0, 4, 0.8) == [b, d, c]
     assert shortlist({a: 30.0, c: 50.0}, 100.0, 3, 0.8) == [c]
     assert shortlist({}, 100.0, 3, 0.8) == []
+    slow, slower = Setting("hispec"), Setting("hispec", Policy(window=2))
+    assert shortlist({**predicted, slow: 40.0, slower: 30.0}, 100.0, 2, 0.8) == [b, d, slow]
 
 
 def test_plain_decoding_wins_ties_and_near_ties() -> None:
