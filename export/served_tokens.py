@@ -10,6 +10,7 @@ pages, trimmed vocabularies, contexts and chunks of prompts meet only here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +21,11 @@ from transformers import PreTrainedModel
 from export.parity import MAX_ERROR, ParityError
 from infer.artifact import Artifact
 from infer.llm import LLM
+from infer.lookahead_round import num_scratch_blocks
 from infer.manifest import BuildInfo, Manifest
 from infer.output import check_whole
 from infer.params import SamplingParams
+from infer.strategy import Policy, stages_of
 
 NUM_TOKENS = 24
 PLAIN = "autoregressive"
@@ -99,14 +102,17 @@ def check(
         oracle: None: Hugging Face is not asked.
     """
     manifest = artifact.manifest
-    size = manifest.block_size
+    size, policy = manifest.block_size, Policy()
+    num_scratch = 0
+    with suppress(ValueError):  # where its calls would be too wide it is not tried
+        num_scratch = num_scratch_blocks(stages_of("lookahead", policy, manifest), size)
     llm = LLM(
         artifact,
         PLAIN,
         backend=build.backend,
         dtype=build.dtype,
         device=build.device,
-        num_blocks=2 + sum(1 + (len(p) + NUM_TOKENS) // size for p in prompts),
+        num_blocks=2 + sum(1 + (len(p) + NUM_TOKENS) // size + num_scratch for p in prompts),
         max_num_seqs=len(prompts),
         enforce_eager=True,
         programs=programs,
@@ -118,8 +124,7 @@ def check(
         )
         for p in prompts
     ]  # fmt: skip
-    names = [PLAIN, *(["layerskip"] if len(manifest.tiers) > 1 else []),
-             *(["hispec"] if len(manifest.tiers) > 2 else [])]  # fmt: skip
+    names = llm.supported(policy)
     served = {}
     for name in names:
         llm.use(name)

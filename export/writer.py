@@ -276,7 +276,7 @@ def _write_base_files(folder: Path, model: EarlyExitModel, tokenizer: Any) -> No
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     if model.draft_vocabs:
-        save_file({n: ids.cpu() for n, ids in model.draft_vocabs.items()}, folder / "draft_vocab.safetensors")
+        save_file({n: ids.cpu().clone() for n, ids in model.draft_vocabs.items()}, folder / "draft_vocab.safetensors")
 
 
 def _provenance(reference: dict[str, Any] | None) -> dict[str, Any]:

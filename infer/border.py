@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,11 +25,17 @@ from torch import Tensor
 from infer.batch import Query
 from infer.blocks import NULL_BLOCK
 from infer.manifest import Manifest
-from infer.row import Row
 
 
 class BorderError(RuntimeError):
     """A call that no program may see; says which argument, what it is and what it must be."""
+
+
+class HasBlocks(Protocol):
+    """A row of a call, or a branch of one."""
+
+    @property
+    def block_table(self) -> Sequence[int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +59,7 @@ class Border:
 
     # ---- numbers ----
 
-    def check_spans(self, rows: Sequence[Row], spans: Sequence[range]) -> None:
+    def check_spans(self, rows: Sequence[HasBlocks], spans: Sequence[range]) -> None:
         """Positions that the model has, in blocks that the row has."""
         for row, span in zip(rows, spans, strict=True):
             if not 0 <= span.start < span.stop <= self.max_positions:

@@ -33,22 +33,22 @@ class Branch:
     Args:
         start: position of the row's last token.
         token_ids: from that token on.
-        blocks: for all positions up to the branch's end; its own from that of `start` on, or the row's.
+        block_table: for all positions up to the branch's end; its own from that of `start` on, or the row's.
         num_scored: how many of its last tokens get logits.
     """
 
     row: Row
     start: int
     token_ids: Sequence[int]
-    blocks: Sequence[int]
+    block_table: Sequence[int]
     num_scored: int
 
     @property
     def is_scratch(self) -> bool:
-        return self.blocks is not self.row.block_table
+        return self.block_table is not self.row.block_table
 
     def slots(self, span: range, block_size: int) -> list[int]:
-        return [self.blocks[p // block_size] * block_size + p % block_size for p in span]
+        return [self.block_table[p // block_size] * block_size + p % block_size for p in span]
 
 
 Piece = tuple[int, range]  # a branch's number and positions of it
@@ -103,7 +103,7 @@ def make_branch_query(
         ids.append([*branch.token_ids[span.start - branch.start : span.stop - branch.start], *[0] * padding])
         positions.append([*span, *[-1] * padding])
         slots.append([*branch.slots(span, block_size), *[0] * padding])
-        table = [*branch.blocks[:num_blocks]]
+        table = [*branch.block_table[:num_blocks]]
         tables.append(table + table[:1] * (num_blocks - len(table)))  # one of its own, which positions mask
     query = Query(
         positions=to_device(torch.tensor(positions), device),

@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from infer.blocks import BlockPool
 from infer.hispec import Round
 from infer.kv_manager import KVManager
+from infer.params import SamplingParams
 from infer.prefix_cache import PrefixCache
 from infer.request import Request
 from infer.row import Row
@@ -74,7 +75,7 @@ class Engine:
 
     def check_fits(self, request: Request) -> None:
         """ValueError when the pool could never hold the request, so that it would wait for ever."""
-        scratch, usable = self.round.num_scratch_blocks, self.pool.num_blocks - 1
+        scratch, usable = self._num_scratch_blocks(request.params), self.pool.num_blocks - 1
         needed = self.pool.num_blocks_for(request.max_len) + scratch
         if needed > usable:
             raise ValueError(
@@ -161,7 +162,9 @@ class Engine:
         while self.waiting and self._free_rings:
             request = self.waiting[0]
             num_tokens = len(request.prompt_token_ids) + len(request.token_ids)
-            place = self.kv.allocate(request, self._num_blocks_for_round(num_tokens, request.max_len), tiers)
+            place = self.kv.allocate(
+                request, self._num_blocks_for_round(num_tokens, request.max_len, request.params), tiers
+            )
             if place is None:
                 if self.running or not self.kv.relieve():
                     return
@@ -226,16 +229,20 @@ class Engine:
 
     # ---- blocks ----
 
-    def _num_blocks_for_round(self, num_tokens: int, max_len: int) -> int:
-        """Blocks for all positions below those of the next round and its own."""
-        return self.pool.num_blocks_for(min(num_tokens - 1 + self.round.reach, max_len)) + self.round.num_scratch_blocks
+    def _num_blocks_for_round(self, num_tokens: int, max_len: int, params: SamplingParams) -> int:
+        """Blocks for all positions below those of the next round and its own, and for its guesses."""
+        num_positions = min(num_tokens - 1 + self.round.reach, max_len)
+        return self.pool.num_blocks_for(num_positions) + self._num_scratch_blocks(params)
+
+    def _num_scratch_blocks(self, params: SamplingParams) -> int:
+        return self.round.num_scratch_blocks if params.speculate else 0
 
     def _make_room(self) -> None:
         """Give every row the blocks of its next round, the oldest first; the youngest make way."""
         number = 0
         while number < len(self.running):
             row = _row(self.running[number])
-            if self.kv.grow(row.block_table, self._num_blocks_for_round(len(row), row.max_len)):
+            if self.kv.grow(row.block_table, self._num_blocks_for_round(len(row), row.max_len, row.params)):
                 number += 1
             elif not self.kv.relieve():
                 self._preempt(self.running[-1])

@@ -19,7 +19,7 @@ from infer.draft_vocab import read_draft_vocabs
 from infer.engine import Engine
 from infer.hispec import Stage
 from infer.inputs import Prompt, as_list
-from infer.lookahead_round import make_round
+from infer.lookahead_round import make_round, num_scratch_blocks
 from infer.manifest import BuildInfo, Manifest
 from infer.output import RequestOutput
 from infer.params import SamplingParams
@@ -161,14 +161,16 @@ class LLM:
         if programs is None:
             programs = backends.load(opened, chosen)
         if num_blocks is None:
-            policies = [policy, *(entry.chosen.policy for entry in (self.plan.entries if self.plan else ()))]
+            planned = [(one.chosen.strategy, one.chosen.policy) for one in (self.plan.entries if self.plan else ())]
+            chosen_stages = [stages, *(self._stages(*one) for one in planned)]
             num_blocks = default_num_blocks(
                 self.manifest,
                 torch_dtype.itemsize,
                 max_num_seqs,
                 device=device,
                 gpu_memory_utilization=gpu_memory_utilization,
-                num_scored=max(most_scored(one, self.manifest) for one in policies),
+                num_scored=max(most_scored(one, self.manifest) for one in (policy, *(one for _, one in planned))),
+                num_scratch_blocks=max(num_scratch_blocks(one, self.manifest.block_size) for one in chosen_stages),
             )
         self.max_num_seqs, self._has_graphs = max_num_seqs, has_graphs
         self._programs = programs

@@ -27,6 +27,12 @@ def make_round(runner: Runner, stages: Sequence[Stage], rule: Rule | None = None
     return Round(runner, stages, rule) if shape is None else LookaheadRound(runner, stages, shape, rule)
 
 
+def num_scratch_blocks(stages: Sequence[Stage], block_size: int) -> int:
+    """Blocks that a row needs beside those of its text while these stages run."""
+    shape = stages[-1].lookahead
+    return 0 if shape is None else shape.num_scratch_branches * num_blocks_of_branch(shape.longest, block_size)
+
+
 class LookaheadRound(Round):
     """One stage, the target's. Its acts judge the best of several guesses."""
 
@@ -37,7 +43,7 @@ class LookaheadRound(Round):
 
     @property
     def num_scratch_blocks(self) -> int:
-        return self._shape.num_scratch_branches * num_blocks_of_branch(self._shape.longest, self.runner.block_size)
+        return num_scratch_blocks(self.stages, self.runner.block_size)
 
     def run(self, rows: Sequence[Row]) -> None:
         self._ahead.clear()

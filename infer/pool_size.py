@@ -27,6 +27,7 @@ def default_num_blocks(
     device: str,
     gpu_memory_utilization: float,
     num_scored: int,
+    num_scratch_blocks: int = 0,
 ) -> int:
     """Blocks for `max_num_seqs` sequences of the greatest length, as far as memory goes, and the null block.
 
@@ -34,13 +35,14 @@ def default_num_blocks(
         itemsize: bytes of one number of K or V.
         gpu_memory_utilization: ignored on CPU, where the pool gets at most 1 GiB, or else one sequence.
         num_scored: most tokens that a round scores in one sequence.
+        num_scratch_blocks: those that a sequence needs beside its text's.
 
     Raises:
         ValueError: the GPU has no room for one sequence.
     """
     base, size = manifest.base, manifest.block_size
     block_bytes = 2 * manifest.num_kv_layers * size * base.num_kv_heads * base.head_dim * itemsize
-    row = -(-manifest.limits.max_model_len // size)
+    row = -(-manifest.limits.max_model_len // size) + num_scratch_blocks
     if device == "cpu":
         return 1 + max(row, min(max_num_seqs * row, DEFAULT_KV_BYTES // block_bytes))
     torch.cuda.empty_cache()  # what loading has freed counts as free

@@ -221,7 +221,7 @@ class Runner:
         states: list[list[Tensor]] = [[] for _ in branches]
         for pieces in branch_calls(branches, limit, self._max_batch):
             min_width = -(-self._min_tokens // len(pieces))
-            query, x = make_branch_query(branches, pieces, self.block_size, self.device, min_width)
+            query, x = self._new_branch_query(branches, pieces, min_width)
             for trunk in self._trunks:
                 x = self._call(trunk, x, query)
             for (number, span), hidden in zip(pieces, x, strict=True):
@@ -229,6 +229,20 @@ class Runner:
         scored = [torch.cat(parts)[-branch.num_scored :] for parts, branch in zip(states, branches, strict=True)]
         target = self.num_tiers - 1
         return self.logits(target, self._flat(self._exits[target], torch.cat(scored)))
+
+    def _new_branch_query(
+        self, branches: Sequence[Branch], pieces: Sequence[tuple[int, range]], min_width: int
+    ) -> tuple[Query, Tensor]:
+        called = [branches[number] for number, _ in pieces]
+        try:
+            self._border.check_spans(called, [span for _, span in pieces])
+            self._border.check_blocks([branch.block_table for branch in called])
+            self._border.check_ids([token_id for branch in called for token_id in branch.token_ids])
+            query, x = make_branch_query(branches, pieces, self.block_size, self.device, min_width)
+            self._border.check_query(query)
+        except BorderError as error:
+            raise ProgramError([branch.row for branch in called]) from error
+        return query, x
 
     def _advance(self, rows: Sequence[Row], tier: int) -> None:
         """Run the trunk over each row's positions from its cursor to its end; states go to the tier's ring."""

@@ -27,6 +27,7 @@ from infer.params import GREEDY_BELOW, SamplingParams
 NUM_CANDIDATES = 1024  # a nucleus is nearly always smaller; the rows where it is not are sorted in full
 
 _NO_CUTOFF = -torch.inf
+_MOST = 2**62  # more than any vocabulary, and within int64 with room for arithmetic
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class PickParams:
         sampled = [p for p in params if not p.is_greedy]
         return cls(
             temperature=column([p.temperature for p in params], torch.float64),
-            top_k=column([max(p.top_k, 0) for p in params], torch.int64),
+            top_k=column([min(max(p.top_k, 0), _MOST) for p in params], torch.int64),
             top_p=column([p.top_p for p in params], torch.float64),
             min_p=column([p.min_p for p in params], torch.float64),
             seed=column(seeds, torch.int64),

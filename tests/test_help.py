@@ -1,5 +1,6 @@
 """`--help` answers at once: it loads nothing heavy. Modules are counted and not seconds, as machines differ."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +32,11 @@ def loaded(main: str, *commands: str) -> set[str]:
 def infer_commands() -> list[str]:
     return [
         "",
-        *(file.stem for file in (ROOT / "infer" / "commands").glob("*.py") if "def add(commands" in file.read_text()),
+        *(
+            name
+            for file in (ROOT / "infer" / "commands").glob("*.py")
+            for name in re.findall(r'commands\.add_parser\(\s*"([\w-]+)"', file.read_text())
+        ),
     ]
 
 

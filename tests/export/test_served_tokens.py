@@ -21,7 +21,7 @@ from infer import artifact as artifact_folder
 from infer import judging
 from infer.artifact import Artifact
 from infer.manifest import FileRecord, Manifest
-from infer.verify import verify
+from infer.verify import Verdict, verify
 from tests.tiny_engine import DEVICE, hf_greedy
 from tests.tiny_models import make_tiny_model
 from train.heads import ExitConfig
@@ -65,7 +65,8 @@ def test_prompts_lie_around_the_edges_of_blocks_and_chunks(made: Any) -> None:
 
 
 def test_what_was_exported_serves_the_stock_models_greedy_tokens(made: Any) -> None:
-    names = ["autoregressive", "layerskip", "hispec"]
+    names = ["autoregressive", "layerskip", "hispec", "hispec_paper", "prompt_lookup", "ngram_layerskip", "adadecode",
+             "lookahead"]  # fmt: skip
     served = ServedTokens(
         strategies=names, num_prompts=5, num_tokens=5 * NUM_TOKENS, num_equal=dict.fromkeys(names, 5),
         num_equal_to_transformers=5, num_ties=0,
@@ -119,7 +120,7 @@ def test_a_tie_of_the_stock_models_logits_is_told_and_passes(
 def test_a_strategy_that_keeps_what_was_drafted_is_stopped(
     made: Any, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(judging, "verify", lambda drafted, picks: (len(drafted), verify(drafted, picks)[1]))
+    monkeypatch.setattr(judging, "verify", lambda drafted, picks: Verdict(len(drafted), verify(drafted, picks)[1]))
     with pytest.raises(ParityError, match="layerskip leaves plain decoding at token"):
         run(made, prompts, oracle_of(made))
 

@@ -224,16 +224,16 @@ def test_a_program_that_cannot_be_recorded_says_how_to_do_without():
 
 
 def recorded(monkeypatch, tiny: Tiny, prompts, params):
-    """What `generate` gives, and the logits of every call of `score`."""
-    logits, score = [], Runner.score
+    """What `generate` gives, and the logits of every judgement."""
+    logits, compute = [], Runner.logits
 
-    def noting(self, rows, tier):
-        out = score(self, rows, tier)
+    def noting(self, tier, states):
+        out = compute(self, tier, states)
         logits.append(out.clone())
         return out
 
     with monkeypatch.context() as patch:
-        patch.setattr(Runner, "score", noting)
+        patch.setattr(Runner, "logits", noting)
         tokens = [r.token_ids for r in tiny.generate(prompts, params)]
     return tokens, logits
 
@@ -326,6 +326,7 @@ def test_packages_for_cuda_are_loaded_without_locks_between_threads(monkeypatch,
     )
     monkeypatch.setattr("infer.backends.inductor.check_package", lambda path, program: None)
     for device in ("cpu", "cuda"):
+        (tmp_path / f"{device}.pt2").touch()
         info = ProgramInfo(file=f"{device}.pt2", kv_layers=[], bitwise_range=None, num_kernels={})
         build = BuildInfo(
             backend="inductor", device=device, dtype="float32", torch_version="", machine="", cpu_capability="",

@@ -1,7 +1,5 @@
 """Admission, ends and failures of requests: nobody waits for ever, nobody keeps blocks, nobody harms a neighbour."""
 
-import itertools
-import random
 from dataclasses import fields
 
 import pytest
@@ -9,6 +7,7 @@ import torch
 
 from infer.llm import LLM
 from infer.params import SamplingParams
+from infer.request_maker import RequestMaker
 from infer.strategy import Policy, stages_of
 from tests.tiny_engine import (
     IN_PLACE,
@@ -167,7 +166,7 @@ def make_llm(strategy: str = "hispec", num_blocks: int = 64, max_model_len: int 
     tiny = Tiny(model_of(), strategy, num_blocks=num_blocks, max_model_len=max_model_len)
     llm = LLM.__new__(LLM)
     llm.manifest, llm.engine, llm.tokenizer = tiny.manifest, tiny.engine, ByteIds()
-    llm._maker._numbers, llm._maker._seeds = itertools.count(), random.Random(0)
+    llm._maker = RequestMaker(llm.tokenizer, llm.manifest, seed=0)
     llm.plan, llm.max_num_seqs = None, 8
     return llm
 

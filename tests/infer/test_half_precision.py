@@ -13,18 +13,22 @@ ROWS = PROMPTS[:3]  # of 3, 9 and 17 tokens
 def first_logits(tiny: Tiny, prompts, monkeypatch) -> torch.Tensor:
     """[B, V] float32, of the target for the first new token of each prompt; what follows must be numbers, too."""
     seen = []
-    score = Runner.score
+    advance, logits_of, counts = Runner.advance, Runner.logits, list[int]()
 
-    def recorded(runner, rows, tier):
-        counts = [len(row) - row.cursors[tier] for row in rows]
-        logits = score(runner, rows, tier)
+    def counted(runner, rows, tier):
+        counts[:] = [len(row) - row.cursors[tier] for row in rows]
+        return advance(runner, rows, tier)
+
+    def recorded(runner, tier, states):
+        logits = logits_of(runner, tier, states)
         assert not logits.isnan().any()
         if tier == runner.num_tiers - 1 and not seen:
             seen.append(torch.stack([lines[0] for lines in logits.split(counts)]))
         return logits
 
     with monkeypatch.context() as patch:
-        patch.setattr(Runner, "score", recorded)
+        patch.setattr(Runner, "advance", counted)
+        patch.setattr(Runner, "logits", recorded)
         requests = tiny.generate(prompts, SamplingParams(temperature=0, max_tokens=8))
     assert all(request.finish_reason == "length" for request in requests)
     return seen[0].float()

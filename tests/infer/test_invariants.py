@@ -6,10 +6,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from infer.lookahead_round import num_scratch_blocks
 from infer.params import SamplingParams
 from infer.row import Row
-from infer.strategy import Policy
-from tests.tiny_engine import BLOCK_SIZE, PROMPTS, STRATEGIES, Script, Tiny, make_model, model_of, oracle, texts_of
+from infer.strategy import Policy, stages_of
+from tests.tiny_engine import (
+    BLOCK_SIZE,
+    PROMPTS,
+    STRATEGIES,
+    Script,
+    Tiny,
+    make_manifest,
+    make_model,
+    model_of,
+    oracle,
+    texts_of,
+)
 from train.heads import ExitConfig
 
 NUM_TOKENS = 14
@@ -201,8 +213,9 @@ def test_any_requests_under_any_policy_and_rig_give_plain_decodings_tokens(
     def is_right(row: int, tier: int, offset: int, number: int) -> bool:
         return hash((rig_seed, row, tier, offset, number)) % 4 > 0
 
-    tiny = Tiny(model_of(), strategy, policy, num_blocks=16, max_num_seqs=max_num_seqs, bitwise_range=bitwise_range,
-                rig=Script(texts, is_right))  # fmt: skip
+    scratch = num_scratch_blocks(stages_of(strategy, policy, make_manifest(model_of())), BLOCK_SIZE)
+    tiny = Tiny(model_of(), strategy, policy, num_blocks=16 + scratch, max_num_seqs=max_num_seqs,
+                bitwise_range=bitwise_range, rig=Script(texts, is_right))  # fmt: skip
     pending = [tiny.request(prompt, params) for prompt, params in requests]
     for request in pending:
         tiny.engine.add(request)
@@ -218,7 +231,7 @@ def test_any_requests_under_any_policy_and_rig_give_plain_decodings_tokens(
             assert row.cursors == [len(row) - 1] * 3
             assert request.is_finished or [*request.prompt_token_ids, *request.token_ids] == row.token_ids
         tiny.engine.check_integrity()
-    assert tiny.engine.pool.num_free == 15
+    assert tiny.engine.pool.num_free == 15 + scratch
     assert sorted(tiny.engine._free_rings) == list(range(1, max_num_seqs + 1))
     for request, expected in zip(pending, want, strict=True):
         if request.finish_reason == "abort":

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from infer.branches import calls, own_branch
+from infer.llm import LLM
 from infer.lookahead import Lookahead, Window
 from infer.params import SamplingParams
 from infer.runner import ProgramError
@@ -148,6 +149,39 @@ def test_scratch_blocks_are_counted_where_a_request_could_never_fit():
     tiny.engine.check_fits(tiny.request([5] * 30, SamplingParams(max_tokens=6)))
     with pytest.raises(ValueError, match=r"need 20 KV blocks of 4 \(10 to look ahead\), the pool has 19"):
         tiny.engine.check_fits(tiny.request([5] * 30, SamplingParams(max_tokens=10)))
+
+
+def test_a_request_that_is_decoded_plainly_needs_no_scratch_blocks():
+    tiny = Tiny(model_of(), "lookahead", SMALL, num_blocks=10)  # fewer than would be needed to look ahead
+    (request,) = tiny.generate(PROMPTS[:1], SamplingParams(temperature=0, max_tokens=20, speculate=False))
+    assert request.token_ids == oracle("llama", PROMPTS[0], 20)
+
+
+def test_the_default_pool_holds_a_row_of_full_length_and_its_guesses(artifact):
+    llm = LLM(artifact, "lookahead", max_num_seqs=1, device=str(DEVICE))
+    (output,) = llm.generate([[5, 9, 3]], SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == llm.manifest.limits.max_model_len - 3
+
+
+@pytest.mark.parametrize(
+    ("harm", "cause"),
+    [
+        (lambda row: row.block_table.__setitem__(0, 10_000), "block 10000"),
+        (lambda row: row.block_table.__setitem__(-1, 0), "block 0"),
+        (lambda row: row.token_ids.__setitem__(-1, 128), "token id 128"),
+    ],
+)
+def test_a_branch_with_wrong_numbers_reaches_no_program(harm, cause):
+    tiny = Tiny(model_of(), "lookahead", SMALL)
+    request = tiny.request(PROMPTS[0], GREEDY)
+    tiny.engine.add(request)
+    tiny.engine.step()
+    harm(request.row)
+    called = []
+    tiny.runner._trunks = [(lambda *args: called.append(args), *rest) for _, *rest in tiny.runner._trunks]
+    with pytest.raises(ProgramError) as error:
+        tiny.runner.score_branches([own_branch(request.row, ()), *itertools.chain(*tiny.round._branches(request.row))])
+    assert cause in str(error.value.__cause__) and not called
 
 
 def test_a_program_that_fails_ends_the_rows_of_its_call_alone(monkeypatch):

@@ -8,6 +8,7 @@ from infer.runner import Runner
 from infer.strategy import Policy
 from tests.infer.patterns import PATTERNS
 from tests.tiny_engine import (
+    IN_PLACE,
     PROMPTS,
     STRATEGIES,
     Script,
@@ -99,7 +100,7 @@ def test_calls_split_at_the_bitwise_limit_give_the_same_tokens(strategy):
     assert [r.token_ids for r in tiny.generate(ROWS, greedy())] == [oracle("llama", p, NUM_TOKENS) for p in ROWS]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", IN_PLACE)
 def test_logits_are_of_whole_rows_and_never_copied_together(strategy):
     tiny = Tiny(model_of(), strategy, Policy(num_draft_tokens=2, window=4), bitwise_range=(1, 6))
     given = set[int]()

@@ -18,16 +18,16 @@ GOOD, BAD = [5, 9, 3], [7, 8, 9, 10]
 
 @pytest.fixture
 def nan_after_two_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The target's logits for the third token and later ones of rows that begin as BAD does."""
-    score = Runner.score
+    """The target's states, and so its logits, for the third token and later ones of rows that begin as BAD does."""
+    advance = Runner.advance
 
     def spoiled(self, rows, tier):  # type: ignore[no-untyped-def]
         cells = [(row, p) for row in rows for p in range(row.cursors[tier] + 1, len(row) + 1)]
-        logits = score(self, rows, tier)
+        states = advance(self, rows, tier)
         hit = [r.token_ids[0] == BAD[0] and p >= r.num_prompt_tokens + 2 and tier == 2 for r, p in cells]
-        return torch.where(torch.tensor(hit)[:, None], torch.nan, logits)
+        return torch.where(torch.tensor(hit)[:, None], torch.nan, states)
 
-    monkeypatch.setattr(Runner, "score", spoiled)
+    monkeypatch.setattr(Runner, "advance", spoiled)
 
 
 @pytest.mark.parametrize("strategy", ["autoregressive", "layerskip", "hispec"])
@@ -99,15 +99,15 @@ def test_a_tokenizer_that_stumbles_over_a_broken_rows_tokens_takes_nobody_along(
 def test_a_failed_request_keeps_the_text_of_its_tokens(artifact, monkeypatch):
     llm = LLM(artifact)
     whole = llm.generate([GOOD], GREEDY)[0].outputs[0]
-    score, calls = Runner.score, []
+    advance, calls = Runner.advance, []
 
     def fails(self, rows, tier):  # type: ignore[no-untyped-def]
         calls.append(tier)
         if len(calls) == 4:
             raise RuntimeError("no more")
-        return score(self, rows, tier)
+        return advance(self, rows, tier)
 
-    monkeypatch.setattr(Runner, "score", fails)
+    monkeypatch.setattr(Runner, "advance", fails)
     (output,) = llm.generate([GOOD], GREEDY)
     assert output.outputs[0].finish_reason == "error" and output.outputs[0].token_ids == whole.token_ids[:3]
     assert output.outputs[0].text == llm.tokenizer.decode(list(whole.token_ids[:3])) != ""

@@ -52,6 +52,14 @@ def test_the_pool_fills_the_share_of_the_whole_memory_that_is_not_in_use(monkeyp
     assert total * 0.9 - BLOCK_BYTES < got <= total * 0.9
 
 
+def test_blocks_for_guesses_come_with_every_sequence():
+    options = {"device": "cpu", "gpu_memory_utilization": 0.9, "num_scored": 5}
+    assert default_num_blocks(MANIFEST, 2, 8, **options, num_scratch_blocks=14) == 1 + 8 * (ROW + 14)
+    assert default_num_blocks(MANIFEST, 2, 10**9, **options) == 1 + GIB // BLOCK_BYTES
+    huge = replace(MANIFEST, limits=replace(MANIFEST.limits, max_model_len=10**9))
+    assert default_num_blocks(huge, 2, 8, **options, num_scratch_blocks=14) == 1 + -(-(10**9) // 16) + 14
+
+
 def test_a_large_gpu_gives_every_sequence_its_greatest_length_and_no_more(monkeypatch):
     gpu(monkeypatch, 70 * GIB, 80 * GIB)
     assert num_blocks() == 1 + 8 * ROW
@@ -93,6 +101,8 @@ def test_exits_with_kv_of_their_own_count_as_layers(monkeypatch):
 
 def test_room_is_left_for_the_scores_of_any_strategy_that_may_be_chosen_later():
     manifest = make_manifest(model_of())
-    assert most_scored(Policy(num_draft_tokens=2, window=4, num_lookup_tokens=3), manifest) == 7  # hispec: N_i + γ + 1
-    assert most_scored(Policy(num_draft_tokens=2, window=4, num_lookup_tokens=9), manifest) == 10  # what is looked up
-    assert most_scored(Policy(num_draft_tokens=20, window=20), manifest) == 21  # which hispec can't have here
+    few = {"num_draft_tokens": 2, "lookahead_window": 1, "lookahead_ngram": 2, "lookahead_guesses": 1}
+    assert most_scored(Policy(**few, window=4, num_lookup_tokens=3), manifest) == 7  # hispec: N_i + γ + 1
+    assert most_scored(Policy(**few, window=4, num_lookup_tokens=9), manifest) == 10  # what is looked up
+    assert most_scored(Policy(**(few | {"num_draft_tokens": 20}), window=20), manifest) == 21  # hispec can't have that
+    assert most_scored(Policy(), manifest) == 4 * 4 + 4  # lookahead: guesses of N tokens, and the window

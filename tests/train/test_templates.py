@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from infer.llm import LLM
+from infer.request_maker import RequestMaker
 from tests.train.templates import CHATML, GEMMA, LLAMA3, OPENS_A_THOUGHT, QWEN3, REWRITING
 from train.formats import Encoder
 from train.lint import Answers, check_row, label_runs
@@ -52,7 +52,8 @@ def test_the_row_begins_with_servings_own_prompt_and_holds_one_bos(name):
     """B07: template and tokenizer could each put a BOS."""
     encoder = encoder_of(FAMILIES[name])
     encoded = encoder({"messages": TWO_TURNS[:2]})
-    served = LLM.chat_prompt(SimpleNamespace(tokenizer=encoder.tokenizer), TWO_TURNS[:1])  # type: ignore[arg-type]
+    manifest = SimpleNamespace(base=SimpleNamespace(name=name, vocab_size=1), eos_token_ids=[])
+    served = RequestMaker(encoder.tokenizer, manifest, seed=0).chat_prompt(TWO_TURNS[:1])  # type: ignore[arg-type]
     start = encoded.loss_mask.index(True)
     assert encoded.token_ids[:start] == served
     if FAMILIES[name].adds_bos:

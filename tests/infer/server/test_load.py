@@ -21,7 +21,7 @@ def load(url: str, **changes: object) -> Load:
 def test_every_client_is_answered_whole_and_counted(llm):
     with served(llm) as one, on_port(one) as address:
         report = asyncio.run(run(load(address, num_clients=20)))
-    assert report.is_good and report.statuses["200"] == len(report.totals) == len(report.firsts) >= 40
+    assert report.is_good and report.statuses["200"] == len(report.totals) == len(report.firsts) >= 20
     assert all(0 < first <= total for first, total in zip(report.firsts, report.totals, strict=True))
     assert report.memory and report.memory[0][1] > 50  # MiB; this process has loaded PyTorch
 
