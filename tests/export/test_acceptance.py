@@ -256,6 +256,7 @@ def spoil(record: dict[str, Any], **changes: Any) -> dict[str, Any]:
     ("change", "words"),
     [
         (lambda r: spoil(r, num_draft_tokens=0), "num_draft_tokens=0"),
+        (lambda r: spoil(r, num_draft_tokens=64), r"num_draft_tokens=64 must lie in \[1, 63\]"),
         (lambda r: spoil(r, format_version=2), "format_version=2"),
         (lambda r: spoil(r, rows=[]), "must not be empty"),
         (lambda r: spoil(r, extra=1), "'extra' is unknown"),
