@@ -31,6 +31,7 @@ from train.acceptance import Acceptance
 from train.batches import collate
 from train.chat import Encoded
 from train.context import after_prompt, always_back, context_states
+from train.counting import answered
 from train.linear_loss import top_ids
 from train.promise import FILE, REMEDY, Promise
 
@@ -225,5 +226,5 @@ def serve(
     num_rounds = sum(tier.num_drafts for tier in judged)
     accepted = [sum(sum(t.accepted_lengths[j + 1 :]) for t in judged) for j in range(num_draft_tokens)]
     texts = [list(output.outputs[0].token_ids) for output in outputs]
-    answered = [Encoded(p + t, [False] * len(p) + [True] * len(t)) for p, t in zip(prompts, texts, strict=True)]
-    return Acceptance(num_draft_tokens, num_rounds=num_rounds, accepted=accepted), answered
+    counted = Acceptance(num_draft_tokens, num_rounds=num_rounds, accepted=accepted)
+    return counted, answered(prompts, texts, NUM_TOKENS)

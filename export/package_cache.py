@@ -12,9 +12,11 @@ import json
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,21 +46,38 @@ class PackageCache:
         return ""
 
     def take(self, key: str, package: Path) -> bool:
-        """Copy what is kept under `key` to `package`; False where there is none, or it is not what was kept."""
+        """Copy what is kept under `key` to `package`; False where there is none, or it is not what was kept.
+
+        Raises:
+            OSError: the copy could not be made, as on a full disk; `package` is not there then.
+        """
         for kept in self.folder.glob(f"{key}-*"):
-            shutil.copyfile(kept, package)
-            if file_sha256(package) == kept.name.removeprefix(f"{key}-"):
-                os.utime(kept)
-                return True
+            try:
+                shutil.copyfile(kept, package)
+                if file_sha256(package) == kept.name.removeprefix(f"{key}-"):
+                    os.utime(kept)
+                    return True
+            except FileNotFoundError:  # another export has made room meanwhile
+                package.unlink(missing_ok=True)
+                continue
+            except OSError:
+                package.unlink(missing_ok=True)
+                raise
             package.unlink()
             kept.unlink(missing_ok=True)
         return False
 
     def keep(self, key: str, package: Path) -> None:
-        """A copy of `package`, where there is room for it: less is kept rather than a disk filled."""
+        """A copy of `package`, where there is room for it: less is kept rather than a disk filled.
+
+        Raises:
+            OSError: the copy could not be made; nothing is kept then.
+        """
         size = package.stat().st_size
+        if size > MAX_BYTES:
+            return
         self._make_room(size)
-        if size > MAX_BYTES or shutil.disk_usage(self.folder).free < 4 * size:
+        if shutil.disk_usage(self.folder).free < 4 * size:
             return
         unfinished = self.folder / f".{key}-{os.getpid()}"
         try:
@@ -68,8 +87,13 @@ class PackageCache:
             unfinished.unlink(missing_ok=True)
 
     def _make_room(self, size: int) -> None:
-        """So that `size` bytes more stay within MAX_BYTES."""
-        files = [(path, path.stat()) for path in self.folder.iterdir() if path.is_file()]
+        """So that `size` bytes more stay within MAX_BYTES. Other exports add and remove files meanwhile."""
+        files = list[tuple[Path, os.stat_result]]()
+        for path in self.folder.iterdir():
+            with suppress(FileNotFoundError):
+                found = path.stat()
+                if stat.S_ISREG(found.st_mode):
+                    files.append((path, found))
         total = sum(found.st_size for _, found in files)
         for path, found in sorted(files, key=lambda file: file[1].st_mtime):
             is_stale = path.name.startswith(".") and found.st_mtime < time.time() - _STALE

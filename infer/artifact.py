@@ -27,7 +27,7 @@ from typing import Self
 
 import torch
 
-from infer.hub import find_folder
+from infer.hub import find_folder, is_fetched
 from infer.manifest import EXPORT_AGAIN, MANIFEST, BuildInfo, FileRecord, Manifest
 from infer.records import MAX_JSON
 
@@ -156,8 +156,9 @@ class Artifact:
 
     def _rebuild(self, backend: str, dtype: str | None, device: str) -> str:
         backend = {"auto": AUTO_ORDER[0], JUST_IN_TIME: "eager"}.get(backend, backend)
+        output = "DIR" if is_fetched(self.path) else self.path  # what is under an id stays as it was pushed
         return (
-            f"Build them here with python -m export --checkpoint DIR --output {self.path} "
+            f"Build them here with python -m export --checkpoint HEADS --output {output} "
             f"--backend {backend} --dtype {dtype or self.manifest.dtypes[0]} --device {device}."
         )
 

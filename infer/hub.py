@@ -1,7 +1,9 @@
 """Folders of ours on the Hugging Face hub: fetched under an id, pushed when a user asks for it.
 
-An id is `owner/name`, or `owner/name@revision`, and stands wherever a folder may: of an artifact, or of heads. What is
-fetched becomes a plain folder in the user's cache, one for each commit, and whoever reads it checks it as any other.
+An id is `owner/name`, or `owner/name@revision`. It stands for an artifact's folder in `LLM` and the commands of
+`infer`, and for a folder heads/ in `export --checkpoint` and training's `warm_start`; elsewhere a folder is a path.
+What is fetched becomes a plain folder in the user's cache, one for each commit, and whoever reads it checks it as any
+other.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from pathlib import Path
 
 _ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 _OF_THE_HUB = frozenset({".gitattributes", "README.md"})  # the hub adds them; no loader of ours reads them
+_OURS = frozenset({"hispec.json", "exits.json"})  # an artifact has the one, heads/ the other
 _OFFLINE = "give a local folder, or check the name, the network and, for private ones, HF_TOKEN"
 _NO_LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write there"
 
@@ -23,6 +26,11 @@ _NO_LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token that may wr
 def cache_root() -> Path:
     """Of what is made once for all runs; the user's own."""
     return Path(os.environ.get("HISPEC_CACHE") or "~/.cache/hispec").expanduser()
+
+
+def is_fetched(folder: Path) -> bool:
+    """Whether it lies among what `find_folder` has fetched, where nobody else may write."""
+    return folder.resolve().is_relative_to((cache_root() / "hub").resolve())
 
 
 def is_hub_id(name: str | os.PathLike[str]) -> bool:
@@ -54,20 +62,32 @@ def find_folder(name: str | os.PathLike[str]) -> Path:
 
 
 def check_login(repo: str) -> None:
-    """ValueError unless `repo` is an id, without revision, and somebody is logged in: asked before the work."""
+    """Asked before the work: ValueError unless `repo` is an id, without revision, somebody is logged in, and the
+    repository is new, empty, or holds what was pushed before: `push_folder` takes away what else is there."""
     match = _ID.fullmatch(repo)
     if match is None or match["revision"] is not None:
         raise ValueError(f"{repo!r} is no hub id: give OWNER/NAME")
     from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError
 
+    api = HfApi()
     with _refusals(repo, _NO_LOGIN):
-        HfApi().whoami()
+        api.whoami()
+        try:
+            names = set(api.list_repo_files(repo))
+        except RepositoryNotFoundError:  # `push_folder` will make it
+            return
+    if (others := sorted(names - _OF_THE_HUB)) and not names & _OURS:
+        raise ValueError(
+            f"{repo} on the hub holds {others[0]!r} and no {' or '.join(sorted(_OURS))}: it is none of ours, and a "
+            "push would delete what is there. Give the OWNER/NAME of a new repository, or empty that one first"
+        )
 
 
 def push_folder(folder: Path, repo: str, card: str, message: str) -> str:
     """Make `repo` (public, if it is new) hold what `folder` holds and `card` as its README.md; the hub's address of it.
 
-    What else is there goes: a reader would refuse files that no record knows.
+    What else is there goes, as a reader would refuse files that no record knows: ask `check_login` before.
     """
     from huggingface_hub import HfApi
 

@@ -19,8 +19,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from infer.batch import RING_SIZE
 from infer.strategy import Policy
 from infer.verify import accepted_prefix_lengths, mean_acceptance_length
+
+MAX_DRAFT_TOKENS = RING_SIZE - 1  # of a round of the engine, which judges γ drafts and the token before them at once
 
 
 @dataclass

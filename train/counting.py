@@ -62,6 +62,21 @@ def choose(rows: Sequence[Encoded]) -> list[Encoded]:
     return chosen
 
 
+def answered(prompts: Sequence[list[int]], answers: Sequence[list[int]], max_tokens: int) -> list[Encoded]:
+    """The engine's answers as rows in which rounds end where its own do, for a count of rounds.
+
+    Of r tokens that are left up to `max_tokens` the engine drafts at most r − 1, as the last is the target's own, and
+    where one is left it drafts nothing. So the last token of an answer that is as long as it may be is no label.
+    """
+    rows = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        num_labels = len(answer) - (len(answer) == max_tokens)
+        mask = [False] * len(prompt) + [True] * num_labels + [False] * (len(answer) - num_labels)
+        if num_labels:
+            rows.append(Encoded(prompt + answer, mask))
+    return rows
+
+
 def stretches(loss_mask: Sequence[bool]) -> list[tuple[int, int]]:
     """[start, stop) of each run of labels."""
     edges = [n for n, (a, b) in enumerate(zip([False, *loss_mask], [*loss_mask, False])) if a != b]

@@ -20,7 +20,7 @@ from infer.params import SamplingParams
 from infer.strategy import Policy
 from infer.verify import mean_acceptance_length
 from train.chat import Encoded
-from train.counting import count
+from train.counting import answered, count
 from train.engine_author import read_manifest
 from train.figures import TARGET
 from train.model import EarlyExitModel
@@ -40,9 +40,9 @@ class MeasureOptions:
     tolerance: float = 3.0  # points
 
     def __post_init__(self) -> None:
-        for name in ("num_prompts", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name}={getattr(self, name)} must be at least 1")
+        for name, least in (("num_prompts", 1), ("max_new_tokens", 2)):  # one token leaves no room for a draft
+            if getattr(self, name) < least:
+                raise ValueError(f"--{name}={getattr(self, name)} must be at least {least}")
         if not self.tolerance > 0:
             raise ValueError(f"--tolerance={self.tolerance:g} must be greater than 0 (points)")
 
@@ -104,8 +104,7 @@ def measure(module: EarlyExitModule, llm: LLM, rows: Sequence[Encoded], max_new_
     judged = [tier for output in outputs for tier in output.metrics.tiers]  # the target's alone
     num_rounds = sum(tier.num_drafts for tier in judged)
     texts = [list(output.outputs[0].token_ids) for output in outputs]
-    answered = [Encoded(p + t, [False] * len(p) + [True] * len(t)) for p, t in zip(prompts, texts, strict=True)]
-    counted = count(module, answered).acceptance[draft, TARGET]
+    counted = count(module, answered(prompts, texts, max_new_tokens)).acceptance[draft, TARGET]
     return Measured(
         exit=draft,
         num_tokens=sum(map(len, texts)),

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from infer.hub import find_folder
+from train.acceptance import MAX_DRAFT_TOKENS
 from train.backbone import Backbone, Lora, check_backbone
 from train.base_model import dtype_of, load_base
 from train.base_pass import NOTHING, Asked, BasePass, pass_again
@@ -54,7 +55,8 @@ class EarlyExitModule(LightningModule):
         weight_decay: AdamW's, on matrices only.
         warmup_steps: optimizer steps over which the rate grows; it then falls linearly, to a tenth at the end.
         betas: AdamW's.
-        num_draft_tokens: γ, the longest window of drafts whose acceptance validation counts, position by position.
+        num_draft_tokens: γ, 1 to 63, the longest window of drafts whose acceptance validation counts, position by
+            position.
         costs: exit name or `target` → cost of one call as a share of a plain decoding step, for the predicted speed-up.
             Where not named: the share of the weights that the call reads.
         heads_dtype: precision of the weights in the folder heads/, which export reads; bfloat16 takes half the space.
@@ -93,8 +95,11 @@ class EarlyExitModule(LightningModule):
             raise ValueError(f"model.lr={lr} must be greater than 0")
         if warmup_steps < 0:
             raise ValueError(f"model.warmup_steps={warmup_steps} must be at least 0")
-        if num_draft_tokens < 1:
-            raise ValueError(f"model.num_draft_tokens={num_draft_tokens} must be at least 1")
+        if not 1 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
+            raise ValueError(
+                f"model.num_draft_tokens={num_draft_tokens} must lie in [1, {MAX_DRAFT_TOKENS}], as the engine "
+                "judges no longer window at once; 2 to 8 are usual"
+            )
         if max_skipped_steps < 0:
             raise ValueError(f"model.max_skipped_steps={max_skipped_steps} must be at least 0")
         if closed_form_labels < 0:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Self
 
 from infer.records import MAX_JSON, load_json, read_record
-from train.acceptance import Acceptance
+from train.acceptance import MAX_DRAFT_TOKENS, Acceptance
 from train.chat import Encoded
 from train.reference import weights_sha256
 
@@ -93,8 +93,8 @@ class Promise:
     def _faults(self) -> Iterator[str]:
         if self.format_version != FORMAT_VERSION:
             yield f"format_version={self.format_version}, this code reads {FORMAT_VERSION}"
-        if not 1 <= self.num_draft_tokens <= 64:
-            yield f"num_draft_tokens={self.num_draft_tokens} must lie in [1, 64]"
+        if not 1 <= self.num_draft_tokens <= MAX_DRAFT_TOKENS:
+            yield f"num_draft_tokens={self.num_draft_tokens} must lie in [1, {MAX_DRAFT_TOKENS}]"
         if not self.rows or not self.exits:
             yield "rows and exits must not be empty"
         for number, row in enumerate(self.rows):

@@ -27,6 +27,7 @@ import torch.utils._pytree as pytree
 from safetensors.torch import load_file
 from torch.export import ExportedProgram
 
+import infer.backends.eager
 from export.attention import Form
 from export.backends.backend import BuildJob
 from export.package_cache import PackageCache, conditions, file_sha256, key_of
@@ -35,6 +36,7 @@ from infer.package import PROGRAM_KEY
 
 SUFFIX = ".pt2"
 FORM: Form = "inplace"
+_CODE = (Path(__file__), Path(infer.backends.eager.__file__))  # what compiles, and what reads the graphs for it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,16 +94,34 @@ def build(job: BuildJob) -> dict[str, dict[str, int]]:
         for name in job.names
     ]
     keys = _keys(jobs, job)
-    cache = PackageCache(job.cache) if job.cache is not None else None
-    taken = [one for one in jobs if cache is not None and one.name in keys and cache.take(keys[one.name], one.package)]
+    taken = [one for one in jobs if one.name in keys and _take(job, keys[one.name], one.package)]
     if taken:
         job.report(f"{len(taken)} of {len(jobs)} packages as an earlier export has compiled them, from {job.cache}")
     packages = {one.name: one.package for one in jobs}
     for name, seconds in _compile_all([one for one in jobs if one not in taken], job.num_workers):
         job.report(f"compiled {name} in {seconds:.0f} s")
-        if cache is not None and name in keys:
-            cache.keep(keys[name], packages[name])
+        if name in keys:
+            _keep(job, keys[name], packages[name])
     return {one.name: count_kernels(one.package) for one in jobs}
+
+
+def _take(job: BuildJob, key: str, package: Path) -> bool:
+    """From the cache; a cache that fails costs a compilation, not the export."""
+    assert job.cache is not None, key
+    try:
+        return PackageCache(job.cache).take(key, package)
+    except OSError as error:
+        job.report(f"{package.name} is not taken from the cache of compiled packages: {error}")
+        return False
+
+
+def _keep(job: BuildJob, key: str, package: Path) -> None:
+    """In the cache, if it can be kept."""
+    assert job.cache is not None, key
+    try:
+        PackageCache(job.cache).keep(key, package)
+    except OSError as error:
+        job.report(f"{package.name} is not kept in the cache of compiled packages: {error}")
 
 
 def _keys(jobs: Sequence[_Job], job: BuildJob) -> dict[str, str]:
@@ -112,7 +132,11 @@ def _keys(jobs: Sequence[_Job], job: BuildJob) -> dict[str, str]:
     if fault := PackageCache(job.cache).fault():
         job.report(f"no cache of compiled packages: {fault}")
         return {}
-    shared = conditions() | {"code": file_sha256(Path(__file__)), "options": options(job.device, autotune=False)}
+    shared = conditions() | {
+        "code": [file_sha256(file) for file in _CODE],
+        "metadata": PROGRAM_KEY,
+        "options": options(job.device, autotune=False),
+    }
     return {
         one.name: key_of(
             shared | {"name": one.name, "device": one.device, "threads": one.num_threads},

@@ -164,6 +164,25 @@ def test_less_than_was_promised_is_stopped_and_more_is_not(made: Made, points: f
         made.check(more(made.promise, points))
 
 
+def test_an_exit_that_always_agrees_is_counted_as_the_engine_has_room_for_it(made: Made) -> None:
+    """Every answer ends at its limit: 40 tokens are ten rounds of three drafts and the target's own."""
+
+    def always(index: int, size: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        logits = torch.zeros(size, device=DEVICE)
+        logits[index] = 9.0
+        return lambda states: logits.expand(*states.shape[:-1], size)
+
+    same = {"draft.unembed": always(1, VOCAB_SIZE // 2), "unembed": always(2, VOCAB_SIZE)}  # both are id 2
+    for num_tokens, num_rounds in ((40, 10), (41, 10), (42, 11), (39, 10)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(acceptance, "NUM_TOKENS", num_tokens)
+            kept = made.check(made.promise, counted=same, engine=same)[2]
+        assert kept.found == kept.expected and kept.shortfall == 0
+        assert kept.found.num_rounds == num_rounds * len(
+            acceptance.choose_prompts([row.encoded for row in made.promise.rows], 128)
+        )
+
+
 def test_an_exit_that_drafts_other_tokens_is_stopped(made: Made) -> None:
     unembed = made.programs["draft.unembed"]
 
@@ -237,6 +256,7 @@ def spoil(record: dict[str, Any], **changes: Any) -> dict[str, Any]:
     ("change", "words"),
     [
         (lambda r: spoil(r, num_draft_tokens=0), "num_draft_tokens=0"),
+        (lambda r: spoil(r, num_draft_tokens=64), r"num_draft_tokens=64 must lie in \[1, 63\]"),
         (lambda r: spoil(r, format_version=2), "format_version=2"),
         (lambda r: spoil(r, rows=[]), "must not be empty"),
         (lambda r: spoil(r, extra=1), "'extra' is unknown"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 import zipfile
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import infer.backends.eager
 from export import package_cache
 from export.backends import inductor
 from export.backends.backend import BuildJob
@@ -106,11 +108,18 @@ def test_programs_whose_weights_differ_are_compiled(exports: Exports, graphs: Gr
     assert exports.run(changed) == [] and exports.run(graphs) == [], "both are kept"
 
 
-@pytest.mark.parametrize("what", ["threads", "torch", "compiler", "environment", "options"])
+@pytest.mark.parametrize("what", ["threads", "torch", "compiler", "environment", "options", "reader", "key"])
 def test_other_threads_versions_or_settings_compile_everything(
     exports: Exports, graphs: Graphs, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exports.run(graphs)
+    if what == "reader":
+        reader = Path(infer.backends.eager.__file__)
+        monkeypatch.setattr(
+            inductor, "file_sha256", lambda path: "changed" if path == reader else package_cache.file_sha256(path)
+        )
+    if what == "key":
+        monkeypatch.setattr(inductor, "PROGRAM_KEY", "another_key")
     if what == "torch":
         monkeypatch.setattr(torch, "__version__", "9.9")
     if what == "compiler":
@@ -159,4 +168,44 @@ def test_the_least_recently_used_go_and_what_is_too_large_is_not_kept(
     assert [cache.take(key, other) for key in "abc"] == [True, False, True]
     file.write_bytes(b"x" * 101)
     cache.keep("d", file)
-    assert not cache.take("d", other)
+    assert [cache.take(key, other) for key in "acd"] == [True, True, False], "nor does anything go for it"
+
+
+def test_a_full_disk_or_a_broken_cache_costs_the_cache_and_not_the_export(
+    exports: Exports, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(source: Path, target: Path) -> None:
+        target.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(package_cache.shutil, "copyfile", full)
+        assert exports.run(graphs) == NAMES
+    (line,) = [line for line in exports.lines if line.startswith("draft.exit.pt2 is not kept in the cache")]
+    assert "No space left" in line
+    assert list(exports.cache.iterdir()) == []
+    assert exports.run(graphs) == NAMES
+    with monkeypatch.context() as patch:
+        patch.setattr(package_cache.shutil, "copyfile", full)
+        assert exports.run(graphs) == NAMES
+    assert any("draft.exit.pt2 is not taken from the cache" in line for line in exports.lines)
+    assert exports.run(graphs) == []
+
+
+def test_files_that_another_export_takes_away_meanwhile_are_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = package_cache.PackageCache(tmp_path / "kept")
+    assert cache.fault() == ""
+    file, other = tmp_path / "file", tmp_path / "other"
+    file.write_bytes(b"x" * 40)
+    gone = cache.folder / f"a-{'0' * 64}"
+    with monkeypatch.context() as patch:  # it was there when the folder was read
+        patch.setattr(Path, "glob", lambda self, pattern: [gone])
+        assert not cache.take("a", other) and not other.exists()
+    listed = Path.iterdir
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "is_file", lambda self: True)  # and when it was asked for
+        patch.setattr(Path, "iterdir", lambda self: [gone, *listed(self)])
+        cache.keep("a", file)
+    assert cache.take("a", other) and other.read_bytes() == file.read_bytes()

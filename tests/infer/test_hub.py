@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import huggingface_hub
 import pytest
-from huggingface_hub.errors import LocalEntryNotFoundError, LocalTokenNotFoundError
+from huggingface_hub.errors import LocalEntryNotFoundError, LocalTokenNotFoundError, RepositoryNotFoundError
 
 from infer.artifact import Artifact
 from infer.cli import main
@@ -43,6 +43,13 @@ class Hub:
 
     def whoami(self) -> dict[str, str]:
         return {"name": "me"}
+
+    def list_repo_files(self, repo_id: str) -> list[str]:
+        if repo_id not in self.files:
+            raise RepositoryNotFoundError(
+                "404", response=httpx.Response(404, request=httpx.Request("GET", "http://hub"))
+            )
+        return list(self.files[repo_id])
 
     def create_repo(self, repo_id: str, exist_ok: bool) -> str:
         assert exist_ok
@@ -156,3 +163,28 @@ def test_a_push_without_a_login_or_a_way_is_told_before_the_work(
     for wrong in ("mine", "me/mine@v1", "a/b/c"):
         with pytest.raises(ValueError, match="OWNER/NAME"):
             check_login(wrong)
+
+
+@pytest.mark.parametrize(
+    ("names", "is_ours"),
+    [
+        ([], True), ([".gitattributes", "README.md"], True), (["hispec.json", "config.json"], True),
+        (["exits.json", "heads.safetensors"], True), (["README.md", "model.safetensors"], False),
+        (["config.json", "old/hispec.json"], False),
+    ],
+)  # fmt: skip
+def test_a_repository_that_holds_something_else_is_never_pushed_to(hub: Hub, names: list[str], is_ours: bool) -> None:
+    hub.files["me/mine"] = dict.fromkeys(names, b"")
+    if is_ours:
+        check_login("me/mine")
+        return
+    with pytest.raises(ValueError, match=r"me/mine on the hub holds '\w+\.\w+' .*OWNER/NAME of a new repository"):
+        check_login("me/mine")
+
+
+def test_nobody_is_told_to_write_into_what_was_fetched(hub: Hub, artifact: Path) -> None:
+    push_folder(artifact, "me/mine", "# card", "made")
+    for opened, output in ((Artifact.open("me/mine"), "DIR"), (Artifact.open(artifact), str(artifact))):
+        with pytest.raises(ValueError, match="Build them here") as caught:
+            opened.select("tensorrt")
+        assert f"--output {output} --backend tensorrt" in str(caught.value)

@@ -99,6 +99,7 @@ def test_exits_that_are_not_the_artifacts_are_told_by_their_acceptance(measure, 
         ({"exits": [{**EXIT, "layer": 3}], "heads": None}, [], ["warm_start"]),
         ({}, ["--tolerance", "0"], ["--tolerance=0", "greater than 0"]),
         ({}, ["--num_prompts", "0"], ["--num_prompts=0"]),
+        ({}, ["--max_new_tokens", "1"], ["--max_new_tokens=1", "at least 2"]),
         ({}, ["--max_new_tokens", "64"], ["--max_new_tokens=64", "lower it"]),
     ],
 )

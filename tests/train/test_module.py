@@ -230,3 +230,11 @@ def test_the_fused_optimizer_of_a_cpu_goes_with_clipping_in_mixed_precision(base
     assert module.optimizers().param_groups[0]["fused"] is True
     moments = [state["exp_avg"].norm() for state in module.optimizers().optimizer.state.values()]
     assert 0 < max(moments) < 1e-9
+
+
+@pytest.mark.parametrize("number", [0, 64, 80])
+def test_more_drafts_than_the_engine_judges_at_once_are_refused_before_training(base_folder, number):
+    with pytest.raises(ValueError, match=rf"model\.num_draft_tokens={number} must lie in \[1, 63\]"):
+        EarlyExitModule(str(base_folder), EXITS, num_draft_tokens=number)
+    if number == 64:
+        assert EarlyExitModule(str(base_folder), EXITS, num_draft_tokens=number - 1).num_draft_tokens == 63
