@@ -167,6 +167,14 @@ def test_the_rejection_rule_runs_beside_the_identity_rule(llm: LLM) -> None:
     assert llm.verification == "identity"
 
 
+def test_the_drafting_of_adadecode_is_timed(llm: LLM) -> None:
+    params, policy = SamplingParams(temperature=0, max_tokens=8), Policy(exit_threshold=0.01)
+    results = run_bench(llm, PROMPTS, strategies=("adadecode",), batch_sizes=(1,), params=params, policy=policy)
+    row = summary(results)[1]
+    assert row["strategy"] == "adadecode" and row["verification_to_drafting"] > 0
+    assert row["stage_shares"][0] > 0
+
+
 # ---- workloads, tuned numbers, plots ----
 
 
