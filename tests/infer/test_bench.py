@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from infer.bench import BASELINE, Contender, Result, run_bench, settings_of
+from infer.bench import BASELINE, WARMUP_TOKENS, Contender, Result, run_bench, settings_of
 from infer.bench_summary import exact_match, median_interval, summary
 from infer.cli import main
+from infer.commands import options
 from infer.llm import LLM
 from infer.params import SamplingParams
 from infer.peers import Peer
@@ -253,6 +254,23 @@ def test_command_writes_table_and_plots(artifact: Path, prompts: Path, tmp_path:
     assert table[0].startswith("| strategy | batch | one | two | mean |") and len(table) == 2 + 6
     assert all(line.count("|") == table[0].count("|") for line in table)
     assert "ratio to plain decoding by workload" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("max_tokens", [2, 30])
+def test_a_peer_has_room_for_the_longest_prompt_and_its_answer(
+    artifact: Path, prompts: Path, tmp_path: Path, capfd, monkeypatch, max_tokens: int
+) -> None:
+    """A Python that says what it was asked for, in the place of llama-cpp's."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "got $*" >&2\n')
+    python.chmod(0o755)
+    args = ["bench", str(artifact), "--prompts", str(prompts), "--max-tokens", str(max_tokens), "--peers", "llama-cpp"]
+    lengths = []
+    real = options.token_ids
+    monkeypatch.setattr(options, "token_ids", lambda *some: (lengths.append(len(real(*some))), real(*some))[1])
+    assert main([*args, "--peer-gguf", "x.gguf", "--peer-python", str(python)]) == 2
+    told = capfd.readouterr().err
+    assert f"--context {max(lengths) + max(max_tokens, WARMUP_TOKENS)}\n" in told
 
 
 @pytest.mark.parametrize(
