@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from infer.labels import label
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -53,9 +55,7 @@ def markdown(rows: Rows) -> str:
     tail = ["identical texts", "equal tokens", "GSM8K exact match"]
     lines = ["| " + " | ".join(head + tail) + " |", "|" + "---|" * len(head + tail)]
     for row in rows:
-        notes = [" (not bitwise)"] * (row["bitwise"] is False) + [" (lossy)"] * row["is_lossy"]
-        name = row["strategy"] + "".join(notes)
-        cells = [name, str(row["batch_size"]), *(_cell(row["workloads"].get(one)) for one in workloads)]
+        cells = [label(row, rows), str(row["batch_size"]), *(_cell(row["workloads"].get(one)) for one in workloads)]
         cells += [_number(row["ratio_mean"], ".2f"), f"{row['tokens_per_second']:.1f}"]
         cells += [_number(row["target_calls_per_token"], ".2f"), _number(row["verification_to_drafting"], ".2f")]
         cells += [
@@ -94,7 +94,7 @@ def _by_workload(rows: Rows) -> Figure | None:
     for number, row in enumerate(shown):
         heights = [row["workloads"][name]["ratio"] for name in workloads[:-1]] + [row["ratio_mean"]]
         places = [place + (number - (len(shown) - 1) / 2) * width for place in range(len(workloads))]
-        axes.bar(places, heights, width, label=row["strategy"])
+        axes.bar(places, heights, width, label=label(row, rows))
     axes.set_xticks(range(len(workloads)), workloads)
     axes.axhline(1, color="0.4", linewidth=0.8)
     axes.set_ylabel("ratio to plain decoding")
@@ -107,8 +107,9 @@ def _by_batch_size(rows: Rows) -> Figure | None:
     if len(sizes) < 2:
         return None
     figure, axes = _new("speed relative to plain decoding, mean of the benchmarks")
-    for name in dict.fromkeys(row["strategy"] for row in rows):
-        own = [(row["batch_size"], row["ratio_mean"]) for row in rows if row["strategy"] == name]
+    names = [label(row, rows) for row in rows]
+    for name in dict.fromkeys(names):
+        own = [(row["batch_size"], row["ratio_mean"]) for row, its in zip(rows, names, strict=True) if its == name]
         axes.plot(*zip(*own, strict=True), "o-", label=name)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(size) for size in sizes])
@@ -129,7 +130,7 @@ def _acceptance(rows: Rows) -> Figure | None:
         heights = [row["mean_acceptance_length"].get(judge, 0.0) for row in shown]
         places = [place + (number - (len(judges) - 1) / 2) * width for place in range(len(shown))]
         axes.bar(places, heights, width, label=f"judged by {judge}")
-    axes.set_xticks(range(len(shown)), [row["strategy"] for row in shown], rotation=15)
+    axes.set_xticks(range(len(shown)), [label(row, rows) for row in shown], rotation=15)
     axes.set_ylabel("mean acceptance length")
     axes.legend(fontsize="small")
     return figure
@@ -148,7 +149,7 @@ def _time(rows: Rows) -> Figure | None:
         axes.bar(places, shares, bottom=bottoms, label=f"stage {number + 1}")
         bottoms = [low + share for low, share in zip(bottoms, shares, strict=True)]
     axes.bar(places, [1 - low for low in bottoms], bottom=bottoms, color="0.8", label="prefill, host")
-    axes.set_xticks(places, [row["strategy"] for row in shown], rotation=15)
+    axes.set_xticks(places, [label(row, rows) for row in shown], rotation=15)
     axes.set_ylabel("share of the time")
     axes.legend(fontsize="small")
     return figure

@@ -39,6 +39,7 @@ class Report:
     firsts: list[float] = field(default_factory=list)  # seconds to the first text, of whole answers
     totals: list[float] = field(default_factory=list)  # seconds to the end, of whole answers
     memory: list[tuple[float, float]] = field(default_factory=list)  # (seconds since the start, MiB)
+    pid_ended: float | None = None  # seconds since the start at which the watched process was gone
     seconds: float = 0.0
 
     @property
@@ -62,6 +63,7 @@ class Report:
             "answer_seconds": percentiles(self.totals),
             "memory_mib": [self.memory[0][1], self.memory[-1][1]] if self.memory else None,
             "memory_growth_mib_per_minute": self.growth,
+            "pid_ended_seconds": self.pid_ended,
         }
 
     def to_json(self) -> str:
@@ -77,7 +79,8 @@ class Report:
                 lines.append(f"{name}: p50 {of['p50']:.3f} s, p99 {of['p99']:.3f} s, longest {of['max']:.3f} s")
         if self.memory:
             growth = "too few samples for its growth" if self.growth is None else f"{self.growth:+.2f} MiB a minute"
-            lines.append(f"memory: {self.memory[0][1]:.0f} → {self.memory[-1][1]:.0f} MiB, {growth}")
+            end = "" if self.pid_ended is None else f"; its process was gone after {self.pid_ended:.0f} s"
+            lines.append(f"memory: {self.memory[0][1]:.0f} → {self.memory[-1][1]:.0f} MiB, {growth}{end}")
         return "\n".join(lines)
 
 
@@ -91,8 +94,10 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 async def run(load: Load) -> Report:
-    """ValueError if the server can't be reached at all, or the process isn't there."""
+    """ValueError if the server can't be reached at all, or the process isn't there at the start."""
     report = Report()
+    if load.pid is not None:
+        report.memory.append((0.0, _resident_mib(load.pid)))
     headers = {} if load.api_key is None else {"Authorization": f"Bearer {load.api_key}"}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=load.num_clients)
     async with httpx.AsyncClient(
@@ -111,7 +116,7 @@ async def run(load: Load) -> Report:
             await asyncio.gather(*clients)
             report.seconds = time.monotonic() - began
             if watching is not None and watching.done():
-                await watching  # raises what ended it
+                await watching  # raises what broke it
         finally:
             if watching is not None:
                 watching.cancel()
@@ -147,11 +152,22 @@ async def _client(client: httpx.AsyncClient, load: Load, number: int, report: Re
 
 
 async def _watch(pid: int, report: Report, began: float) -> None:
-    path = Path(f"/proc/{pid}/status")
-    while True:
-        try:
-            fields = dict(line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
-        except OSError as error:
-            raise ValueError(f"--pid {pid}: no such process on this machine ({error})") from error
-        report.memory.append((time.monotonic() - began, int(fields["VmRSS"].split()[0]) / 1024))
+    while report.pid_ended is None:
         await asyncio.sleep(_BETWEEN_SAMPLES)
+        at = time.monotonic() - began
+        try:
+            report.memory.append((at, _resident_mib(pid)))
+        except ValueError:  # it was there at the start; what the clients have seen by now is worth keeping
+            report.pid_ended = at
+
+
+def _resident_mib(pid: int) -> float:
+    """ValueError if there is no such process, or only what is left of one."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError as error:
+        raise ValueError(f"--pid {pid}: no such process on this machine ({error}); give the server's") from error
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    if "VmRSS" not in fields:  # a process that has ended and waits for its parent, or one of the kernel's
+        raise ValueError(f"--pid {pid}: this process has no memory of its own; give the server's")
+    return int(fields["VmRSS"].split()[0]) / 1024

@@ -9,11 +9,13 @@ from rich.console import Console
 from rich.table import Table
 
 from infer.check import Comparison
+from infer.labels import label, named
 from infer.llm import LLM
 from infer.machine import Machine
 from infer.plan import Figure, Plan
 from infer.planner import NUMBERS
 from infer.profile import Shares, StrategyOverhead
+from infer.strategy import LOSSY
 
 
 def print_bench(
@@ -31,7 +33,7 @@ def print_bench(
     title = f"{llm.manifest.base.name} · {llm.backend} {llm.dtype} · {where}"
     table = Table(title=title, title_justify="left")
     columns = [
-        ("strategy", lambda row: row["strategy"] + (" (lossy)" if row["is_lossy"] else "")),
+        ("strategy", lambda row: named(row["strategy"], row["is_lossy"])),
         ("batch", lambda row: str(row["batch_size"])),
         ("temperature", lambda row: f"{row['temperature']:g}"),
         ("bitwise", lambda row: {True: "yes", False: "no", None: "–"}[row["bitwise"]]),
@@ -91,7 +93,7 @@ def print_workloads(rows: Sequence[Mapping[str, Any]], console: Console | None =
             cells.append(f"{one['ratio']:.2f}" + (f" ({interval[0]:.2f}–{interval[1]:.2f})" if interval else ""))
         match = row.get("exact_match")
         table.add_row(
-            row["strategy"], str(row["batch_size"]), *cells, _ratio(row["ratio_mean"]),
+            label(row, rows), str(row["batch_size"]), *cells, _ratio(row["ratio_mean"]),
             _ratio(row["target_calls_per_token"]), _ratio(row["verification_to_drafting"]),
             "–" if match is None else f"{match:.0%}",
         )  # fmt: skip
@@ -119,7 +121,7 @@ def print_profile(
         for number, one in enumerate(overhead.sizes):
             is_last = number == len(overhead.sizes) - 1
             own.add_row(
-                overhead.strategy,
+                named(overhead.strategy, overhead.strategy in LOSSY),
                 str(one.batch_size),
                 f"{one.us_per_step:.0f}",
                 f"{one.calls_per_step:.1f}",
@@ -134,7 +136,7 @@ def print_profile(
     for share in shares:
         largest_first = sorted(share.parts.items(), key=lambda item: -item[1])
         parts.add_row(
-            share.strategy,
+            named(share.strategy, share.strategy in LOSSY),
             str(share.batch_size),
             f"{share.ms_per_step:.2f}",
             f"{share.tokens_per_step:.1f}",

@@ -85,7 +85,7 @@ def fit(llm: LLM, found: Sequence[Sequence[tuple[Tensor, bool]]], least_right: f
     if len(held) < 20 or len(seen) < 50:
         raise ValueError(
             f"{len(seen)} drafted tokens to fit and {len(held)} to try are too few (50 and 20 are needed): give more "
-            f"than {HELD_OUT} prompts by --prompts, or raise --max-tokens"
+            "prompts by --prompts, or raise --max-tokens"
         )
     values, accepted = _tensors(seen)
     means, scales = values.mean(dim=0), values.std(dim=0).clamp(min=1e-6)

@@ -30,13 +30,18 @@ class TextFile:
     """
 
     def __init__(self, path: Path, keys: Sequence[Key], *, resume: bool) -> None:
-        self.path, self.partial = path, path.with_name(path.name + ".partial")
+        self.path, self.partial = path, partial_of(path)
         self.num_kept = 0  # lines that are there already
         if self.partial.exists() and not resume:
             raise ValueError(
                 f"--output: {self.partial} is what an interrupted run left: go on with --resume, or delete it"
             )
-        kept = self._whole_lines(keys) if self.partial.exists() else b""
+        kept = b""
+        if self.partial.exists():
+            kept = _whole_lines(
+                self.partial, keys, "resume with the prompts and --n of the interrupted run, or delete it"
+            )
+            self.num_kept = kept.count(b"\n")
         try:
             self._file = open(self.partial, "r+b" if kept else "wb")  # noqa: SIM115  # closed by __exit__
             self._file.truncate(len(kept))
@@ -72,26 +77,38 @@ class TextFile:
             if kind is None:
                 raise
 
-    def _whole_lines(self, keys: Sequence[Key]) -> bytes:
-        """The bytes of those that are complete; counts them and compares them with `keys`."""
-        data = self.partial.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
-        for number, line in enumerate(whole.decode(errors="replace").split("\n")[:-1]):
-            found = _key(line)
-            want = keys[number] if number < len(keys) else None
-            if found != want:
-                raise ValueError(
-                    f"--resume: line {number + 1} of {self.partial} belongs to {found}, these prompts give {want} "
-                    "there: resume with the prompts and --n of the interrupted run, or delete the file"
-                )
-            self.num_kept += 1
-        return whole
-
     def _failed(self, error: OSError) -> ValueError:
         return ValueError(
             f"--output {self.path}: {error.strerror or error}; {self.partial} has what was complete: make room and go "
             "on with --resume"
         )
+
+
+def partial_of(path: Path) -> Path:
+    return path.with_name(path.name + ".partial")
+
+
+def check_complete(path: Path, keys: Sequence[Key]) -> None:
+    """ValueError unless the file, which no interrupted run stands beside, has the lines of these keys and no others."""
+    remedy = "resume with its own prompts and --n, name another --output, or leave --resume out to write over it"
+    whole = _whole_lines(path, keys, remedy)
+    num_lines = whole.count(b"\n")
+    if num_lines < len(keys):
+        raise ValueError(f"--resume: {path} has {num_lines} texts, these prompts give {len(keys)}: {remedy}")
+
+
+def _whole_lines(path: Path, keys: Sequence[Key], remedy: str) -> bytes:
+    """The bytes of those that are complete, after a comparison with `keys`."""
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    for number, line in enumerate(whole.decode(errors="replace").split("\n")[:-1]):
+        found = _key(line)
+        want = keys[number] if number < len(keys) else None
+        if found is None or found != want:
+            raise ValueError(
+                f"--resume: line {number + 1} of {path} belongs to {found}, these prompts give {want} there: {remedy}"
+            )
+    return whole
 
 
 def _key(line: str) -> Key | None:

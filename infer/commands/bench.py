@@ -109,9 +109,10 @@ def _compare(args: argparse.Namespace, sizes: list[int]) -> int:
     prompts = [options.token_ids(llm, row) for row in rows]
     workloads = [row.workload for row in rows]
     peers: list[Peer] = []
+    context = max(map(len, prompts)) + max(args.max_tokens, bench.WARMUP_TOKENS)
     try:
         for name in peer_names:
-            peers.append(_start_peer(name, args, llm))
+            peers.append(_start_peer(name, args, llm, context))
         results = bench.run_bench(
             llm,
             prompts,
@@ -160,7 +161,7 @@ def _peer_names(args: argparse.Namespace) -> list[str]:
     return names
 
 
-def _start_peer(name: str, args: argparse.Namespace, llm: LLM) -> Peer:
+def _start_peer(name: str, args: argparse.Namespace, llm: LLM, context: int) -> Peer:
     import torch
 
     from infer.peers import Peer
@@ -173,6 +174,7 @@ def _start_peer(name: str, args: argparse.Namespace, llm: LLM) -> Peer:
         args.device,
         num_threads=torch.get_num_threads(),
         early_exit=llm.manifest.tiers[0].stop,
+        context=context,
         python=args.peer_python if is_llama else sys.executable,
     )
 

@@ -100,14 +100,15 @@ def _write_all(
     llm: LLM, rows: list[PromptRow], prompts: list[Any], params: SamplingParams, args: argparse.Namespace
 ) -> list[Any]:
     """Complete the prompts and write each as soon as those before it are; the outputs of this run."""
-    from infer.text_file import TextFile
+    from infer.text_file import TextFile, check_complete, partial_of
 
     if args.output is None:
         return _complete(llm, rows, prompts, params, _print_lines)
-    if args.resume and args.output.exists() and not args.output.with_name(args.output.name + ".partial").exists():
+    keys = [(row.id, index) for row in rows for index in range(params.n)]
+    if args.resume and args.output.exists() and not partial_of(args.output).exists():
+        check_complete(args.output, keys)
         print(f"{args.output} is complete: nothing to resume", file=sys.stderr)
         return []
-    keys = [(row.id, index) for row in rows for index in range(params.n)]
     with TextFile(args.output, keys, resume=args.resume) as file:
         num_done, rest = divmod(file.num_kept, params.n)
         if rest:

@@ -30,14 +30,20 @@ def add(commands: Any) -> None:
 def _run(args: argparse.Namespace) -> int:
     from infer.params import SamplingParams
     from infer.sprinter import write_classifier
-    from infer.sprinter_fit import collect, fit
+    from infer.sprinter_fit import HELD_OUT, collect, fit
 
     if not 0 < args.least_right <= 1:
         raise ValueError(f"--least-right={args.least_right} must lie in (0, 1], e.g. 0.9")
     params = SamplingParams(temperature=args.temperature, seed=args.seed, max_tokens=args.max_tokens)
     options.need_seed(params, "calibrate-sprinter")
+    rows = options.prompt_rows(args)
+    if len(rows) < HELD_OUT:
+        raise ValueError(
+            f"--prompts, --num-prompts: {len(rows)} prompts are too few, as every {HELD_OUT}th is kept from the fit: "
+            f"give at least {HELD_OUT}"
+        )
     llm = options.load_llm(args, "autoregressive")
-    prompts = [options.token_ids(llm, row) for row in options.prompt_rows(args)]
+    prompts = [options.token_ids(llm, row) for row in rows]
     found = collect(llm, prompts, params, args.num_draft_tokens, options.show_progress)
     print(file=sys.stderr)
     classifier = fit(llm, found, args.least_right)

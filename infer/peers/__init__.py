@@ -39,6 +39,7 @@ class Peer:
         name: one of `PEERS`.
         model: the base model's folder or hub id; for llama-cpp a GGUF file, whose own dtype is what runs.
         early_exit: layers that transformers-layerskip drafts with.
+        context: most tokens of a prompt with its answer, which llama-cpp makes room for; 0: as many as the model knows.
         python: interpreter of the environment in which the peer's package is installed.
 
     Raises:
@@ -54,12 +55,13 @@ class Peer:
         *,
         num_threads: int,
         early_exit: int | None = None,
+        context: int = 0,
         python: str = sys.executable,
     ) -> None:
         self.name = name
         options = ["--model", model, "--num-threads", str(num_threads)]
         if name == "llama-cpp":  # by its path: that environment has nothing of ours
-            command = [python, str(Path(__file__).with_name("llama.py")), *options]
+            command = [python, str(Path(__file__).with_name("llama.py")), *options, "--context", str(context)]
         else:
             command = [python, "-m", "infer.peers.hugging_face", *options, "--dtype", dtype, "--device", device]
             if name == "transformers-layerskip":

@@ -8,21 +8,20 @@ import json
 import sys
 import time
 
-CONTEXT = 2048  # tokens
-
 
 def main() -> None:
     """Load the model, then answer requests from stdin until it closes."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True, help="a .gguf file")
     parser.add_argument("--num-threads", type=int, required=True)
+    parser.add_argument("--context", type=int, required=True, help="most tokens of a text, its prompt's among them")
     args = parser.parse_args()
     try:
         from llama_cpp import Llama
     except ImportError as error:
         sys.exit(f"llama-cpp: {error}; pip install llama-cpp-python in the environment that --peer-python names")
     threads = {"n_threads": args.num_threads, "n_threads_batch": args.num_threads}
-    model = Llama(args.model, n_ctx=CONTEXT, verbose=False, **threads)
+    model = Llama(args.model, n_ctx=args.context, verbose=False, **threads)
     end = model.token_eos()
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:

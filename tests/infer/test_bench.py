@@ -12,16 +12,22 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
-from infer.bench import BASELINE, Contender, Result, run_bench, settings_of
+from infer import bench_plots
+from infer.bench import BASELINE, WARMUP_TOKENS, Contender, Result, run_bench, settings_of
 from infer.bench_summary import exact_match, median_interval, summary
 from infer.cli import main
+from infer.commands import options
+from infer.labels import label
 from infer.llm import LLM
 from infer.params import SamplingParams
 from infer.peers import Peer
 from infer.peers.gguf import write as write_gguf
 from infer.plan import Figure, PlanEntry
 from infer.planner import Setting
+from infer.profile import Overhead, Shares, StrategyOverhead
+from infer.report import print_profile, print_workloads
 from infer.strategy import Policy
 from tests.tiny_models import make_tiny_model
 
@@ -167,6 +173,14 @@ def test_the_rejection_rule_runs_beside_the_identity_rule(llm: LLM) -> None:
     assert llm.verification == "identity"
 
 
+def test_the_drafting_of_adadecode_is_timed(llm: LLM) -> None:
+    params, policy = SamplingParams(temperature=0, max_tokens=8), Policy(exit_threshold=0.01)
+    results = run_bench(llm, PROMPTS, strategies=("adadecode",), batch_sizes=(1,), params=params, policy=policy)
+    row = summary(results)[1]
+    assert row["strategy"] == "adadecode" and row["verification_to_drafting"] > 0
+    assert row["stage_shares"][0] > 0
+
+
 # ---- workloads, tuned numbers, plots ----
 
 
@@ -245,6 +259,69 @@ def test_command_writes_table_and_plots(artifact: Path, prompts: Path, tmp_path:
     assert table[0].startswith("| strategy | batch | one | two | mean |") and len(table) == 2 + 6
     assert all(line.count("|") == table[0].count("|") for line in table)
     assert "ratio to plain decoding by workload" in capsys.readouterr().out
+
+
+def row(strategy: str, **more: object) -> dict[str, object]:
+    """As `summary` gives it, as far as plots look."""
+    return {
+        "strategy": strategy, "is_lossy": strategy == "sprinter", "batch_size": 1, "temperature": 0.0, "bitwise": True,
+        "verification": None if strategy == BASELINE else "identity", "ratio_mean": 1.0, "workloads": {},
+        "tokens_per_second": 1.0, "target_calls_per_token": 1.0, "verification_to_drafting": None, "num_identical": 1,
+        "num_prompts": 1, "agreement": 1.0, "mean_acceptance_length": {"target": 1.5}, "stage_shares": [0.5, 0.2],
+    } | more  # fmt: skip
+
+
+def test_a_label_tells_what_sets_a_row_apart() -> None:
+    rows = [row("hispec"), row("sprinter", temperature=0.7, verification="rejection", bitwise=False)]
+    assert [label(one, [one]) for one in rows] == ["hispec", "sprinter (lossy, not bitwise, rejection)"]
+    assert [label(one, rows) for one in rows] == [
+        "hispec (temperature 0)", "sprinter (lossy, not bitwise, temperature 0.7, rejection)"
+    ]  # fmt: skip
+
+
+def test_temperatures_and_verifications_are_lines_and_names_of_their_own() -> None:
+    conditions = [
+        {"temperature": t, "verification": v, "batch_size": b}
+        for b in (1, 4) for t in (0.3, 1.0) for v in ("identity", "rejection")
+    ]  # fmt: skip
+    rows = [row("layerskip", **one) for one in conditions]
+    names = [f"layerskip (temperature {t}{v})" for t in ("0.3", "1") for v in ("", ", rejection")]
+    (axes,) = bench_plots._by_batch_size(rows).axes
+    lines = axes.get_lines()
+    assert [line.get_label() for line in lines] == names
+    assert all(list(line.get_xdata()) == [1, 4] for line in lines)
+    assert [line.split(" | ")[0] for line in bench_plots.markdown(rows).splitlines()[2:6]] == [f"| {n}" for n in names]
+
+
+def test_every_table_and_plot_says_that_a_strategy_is_lossy(capsys) -> None:
+    workloads = {name: {"ratio": 1.0, "interval": None} for name in ("one", "two")}
+    rows = [row(name, workloads=workloads, batch_size=size) for size in (1, 2) for name in (BASELINE, "sprinter")]
+    for draw in (bench_plots._by_workload, bench_plots._by_batch_size):
+        texts = [text.get_text() for text in draw(rows).axes[0].get_legend().get_texts()]
+        assert "sprinter (lossy)" in texts and "sprinter" not in texts
+    for draw in (bench_plots._acceptance, bench_plots._time):
+        assert "sprinter (lossy)" in [text.get_text() for text in draw(rows).axes[0].get_xticklabels()]
+    print_workloads(rows, Console(width=200))
+    assert capsys.readouterr().out.count("sprinter (lossy)") == 2
+    print_profile([StrategyOverhead("sprinter", [Overhead(1, 2, 3, 4)])], [Shares("sprinter", 1, 2, 3, {"host": 1})])
+    assert capsys.readouterr().out.count("sprinter (lossy)") == 2
+
+
+@pytest.mark.parametrize("max_tokens", [2, 30])
+def test_a_peer_has_room_for_the_longest_prompt_and_its_answer(
+    artifact: Path, prompts: Path, tmp_path: Path, capfd, monkeypatch, max_tokens: int
+) -> None:
+    """A Python that says what it was asked for, in the place of llama-cpp's."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "got $*" >&2\n')
+    python.chmod(0o755)
+    args = ["bench", str(artifact), "--prompts", str(prompts), "--max-tokens", str(max_tokens), "--peers", "llama-cpp"]
+    lengths = []
+    real = options.token_ids
+    monkeypatch.setattr(options, "token_ids", lambda *some: (lengths.append(len(real(*some))), real(*some))[1])
+    assert main([*args, "--peer-gguf", "x.gguf", "--peer-python", str(python)]) == 2
+    told = capfd.readouterr().err
+    assert f"--context {max(lengths) + max(max_tokens, WARMUP_TOKENS)}\n" in told
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,13 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from infer import LLM, judging, peers
-from infer.check import Comparison, Difference, check
+from infer.check import Comparison, Difference, check, target_error
 from infer.cli import main
 from infer.params import SamplingParams
 from infer.peers import Margins
@@ -149,6 +150,13 @@ def test_command_prints_a_line_each_and_refuses_what_it_cannot_compare(artifact:
     ):
         assert main([*arguments, *options]) == 2, options
         assert reason in capsys.readouterr().err
+
+
+def test_programs_compiled_at_load_have_the_error_of_eagers(llm: LLM) -> None:
+    eager = target_error(llm)
+    (one,) = [s for s in llm.artifact.programs() if s.build.folder_name == llm.build.folder_name]
+    compiled = SimpleNamespace(artifact=llm.artifact, build=one.to_compile().build, manifest=llm.manifest)
+    assert compiled.build.backend == "compile" and target_error(compiled) == eager > 0
 
 
 def test_a_batch_larger_than_what_runs_at_once_is_one_continuous_batch(artifact: Path, tmp_path: Path, capsys) -> None:

@@ -85,6 +85,24 @@ def test_another_runs_rest_is_not_gone_on_with(use, prompts, tmp_path, capsys):
     assert "belongs to ('other-1', 0), these prompts give ('prompts-1', 0)" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("ids", "reason"),
+    [
+        (["other-1"], "line 1 of {} belongs to ('other-1', 0), these prompts give ('prompts-1', 0) there"),
+        ([f"prompts-{i}" for i in range(1, 4)], "{} has 3 texts, these prompts give 6"),
+        ([f"prompts-{i}" for i in range(1, 8)], "line 7 of {} belongs to ('prompts-7', 0), these prompts give None"),
+    ],
+)
+def test_a_whole_file_of_other_prompts_is_not_called_complete(use, prompts, tmp_path, capsys, ids, reason):
+    output = tmp_path / "out.jsonl"
+    written = "".join(json.dumps({"id": name, "text": ""}) + "\n" for name in ids)
+    output.write_text(written)
+    assert run(prompts, "--output", str(output), "--resume") == 2
+    told = capsys.readouterr().err
+    assert reason.format(output) in told and "name another --output" in told
+    assert output.read_text() == written
+
+
 def test_a_full_disk_keeps_what_was_complete(use, prompts, tmp_path, monkeypatch, capsys):
     output, write = tmp_path / "out.jsonl", TextFile.write
 

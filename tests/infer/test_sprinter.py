@@ -210,9 +210,20 @@ def test_it_has_no_law_to_keep_and_no_plan_to_be_in(artifact: Path) -> None:
 
 def test_too_few_samples_are_refused_with_the_remedy(artifact: Path, tmp_path: Path, capsys) -> None:
     prompts = tmp_path / "prompts.txt"
-    prompts.write_text("Hello\n")
+    prompts.write_text("Hello\n" * 5)
     args = [str(artifact), *ON_DEVICE, "--prompts", str(prompts)]
     assert main(["calibrate-sprinter", *args, "--max-tokens", "4"]) == 2
     assert "too few" in capsys.readouterr().err
     assert main(["calibrate-sprinter", *args, "--least-right", "0"]) == 2
     assert "--least-right=0.0 must lie in (0, 1]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("num_lines", "more"), [(4, ()), (9, ("--num-prompts", "4"))])
+def test_too_few_prompts_for_one_to_be_held_out_are_refused_before_any_work(
+    tmp_path, monkeypatch, capsys, num_lines, more
+):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Hello\n" * num_lines)
+    monkeypatch.setattr("infer.commands.options.load_llm", lambda *_: pytest.fail("the model was loaded"))
+    assert main(["calibrate-sprinter", "artifact", "--prompts", str(prompts), *more]) == 2
+    assert "4 prompts are too few" in capsys.readouterr().err

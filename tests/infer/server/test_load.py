@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import re
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
+from infer import load as load_module
 from infer.cli import main
 from infer.load import Load, Report, percentiles, run
 from tests.infer.server.harness import on_port, served
@@ -72,6 +78,39 @@ def test_a_fault_inside_of_a_stream_is_no_answer(llm, monkeypatch):
 def test_mistakes_are_one_line(arguments, complaint, capsys):
     assert main(["loadtest", *arguments]) == 2
     assert complaint in capsys.readouterr().err
+
+
+def test_a_process_that_is_not_there_is_told_before_any_load(llm, capsys):
+    ended = subprocess.Popen([sys.executable, "-c", ""])  # a zombie: nobody has waited for it yet
+    try:
+        for pid in (2**22 + 1, ended.pid):  # the first is more than Linux gives
+            while pid == ended.pid and "VmRSS" in Path(f"/proc/{pid}/status").read_text():
+                time.sleep(0.01)
+            with served(llm) as one, on_port(one) as address:
+                started = time.monotonic()
+                assert main(["loadtest", address, "--clients", "1", "--minutes", "0.5", "--pid", str(pid)]) == 2
+                assert time.monotonic() - started < 10
+            assert f"--pid {pid}: " in capsys.readouterr().err
+    finally:
+        ended.wait()
+
+
+def test_a_process_that_ends_under_load_leaves_the_report(llm, monkeypatch):
+    monkeypatch.setattr("infer.load._BETWEEN_SAMPLES", 0.05)
+    watched = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    samples, seen = load_module._resident_mib, itertools.count()
+
+    def ends_after_three(pid):
+        if next(seen) == 3:
+            watched.kill()
+            watched.wait()
+        return samples(pid)
+
+    monkeypatch.setattr("infer.load._resident_mib", ends_after_three)
+    with served(llm) as one, on_port(one) as address:
+        report = asyncio.run(run(load(address, num_clients=2, pid=watched.pid)))
+    assert report.is_good and len(report.memory) == 3
+    assert 0 < report.pid_ended < report.seconds and "its process was gone after 0 s" in report.text()
 
 
 def test_growth_is_a_slope_after_the_warm_up():
