@@ -65,8 +65,8 @@ def test_prompts_lie_around_the_edges_of_blocks_and_chunks(made: Any) -> None:
 
 
 def test_what_was_exported_serves_the_stock_models_greedy_tokens(made: Any) -> None:
-    names = ["autoregressive", "layerskip", "hispec", "hispec_paper", "prompt_lookup", "ngram_layerskip", "adadecode",
-             "lookahead"]  # fmt: skip
+    names = ["autoregressive", "layerskip", "hispec", "hispec_paper", "prompt_lookup", "ngram_layerskip", "lookahead",
+             "adadecode"]  # fmt: skip
     served = ServedTokens(
         strategies=names, num_prompts=5, num_tokens=5 * NUM_TOKENS, num_equal=dict.fromkeys(names, 5),
         num_equal_to_transformers=5, num_ties=0,

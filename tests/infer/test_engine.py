@@ -191,7 +191,7 @@ def test_an_empty_prompt_begins_at_bos_where_the_tokenizer_adds_one():
             return {"input_ids": [1, *super().__call__(text)["input_ids"]]}
 
     llm = make_llm()
-    llm.tokenizer = WithBos()
+    llm._maker._tokenizer = WithBos()
     (output,) = llm.generate("", GREEDY)
     assert output.prompt_token_ids == (1,)
     assert list(output.outputs[0].token_ids) == oracle("llama", (1,), 12)
