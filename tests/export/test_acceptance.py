@@ -212,6 +212,7 @@ def test_what_the_gate_stops_is_not_written(made: Made, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_heads_without_a_promise_are_told_and_exported(
     made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,6 +54,7 @@ def test_sigterm_ends_compilers_instead_of_waiting_for_them(tmp_path: Path, monk
     assert not any(map(is_running, pids))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux's /proc")
 def test_loaded_packages_hold_no_pages_of_their_libraries(exported: Callable[..., Any]) -> None:
     """They have copied the weights out of them: in memory these would stand twice."""

@@ -85,6 +85,7 @@ def test_an_artifact_is_pushed_when_it_is_whole_and_only_when_asked(
     assert "--push-to-hub is for an artifact" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_card_tells_the_acceptance_that_export_has_measured(
     heads: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,7 +39,9 @@ def no_recompilation() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore:backend='compile'")
-@pytest.mark.parametrize("strategy", ["autoregressive", "layerskip", "hispec"])
+@pytest.mark.parametrize(
+    "strategy", ["layerskip", *(pytest.param(name, marks=pytest.mark.slow) for name in ("autoregressive", "hispec"))]
+)
 @pytest.mark.usefixtures("quick", "no_recompilation")
 def test_it_serves_the_tokens_of_eager(artifact: Path, strategy: str) -> None:
     expected = [
@@ -67,6 +69,7 @@ def test_a_program_is_compiled_once_for_calls_of_every_size(artifact: Path) -> N
         assert program(torch.zeros(3, width, device=DEVICE)).shape == (3, 200)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick", "no_recompilation")
 def test_that_nobody_has_measured_its_bits_is_said(artifact: Path) -> None:
     assert any(one.bitwise_range for one in Artifact.open(artifact).select("eager").build.programs.values())

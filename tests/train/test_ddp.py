@@ -129,6 +129,7 @@ def test_two_processes_train_the_same_base_as_one(flags, tmp_path, backbone):
         )
 
 
+@pytest.mark.slow
 def test_sigterm_to_any_rank_stops_all_of_them_and_the_run_goes_on(flags, tmp_path):
     whole, stopped, script = tmp_path / "whole", tmp_path / "stopped", tmp_path / "killed.py"
     script.write_text(KILLED)  # in the second epoch, between its two batches
