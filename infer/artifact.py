@@ -55,6 +55,14 @@ class ProgramSet:
         return replace(self, build=replace(self.build, backend=JUST_IN_TIME, programs=programs, num_threads=threads))
 
 
+def write_unrecorded(folder: Path, name: str, text: str) -> None:
+    """Write a file of `UNRECORDED` into an artifact: it appears complete, or what was there before stays."""
+    temporary = folder / f"{name}.tmp"
+    temporary.unlink(missing_ok=True)  # what lies there may be a second name of a file elsewhere
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(folder / name)
+
+
 @dataclass(frozen=True, slots=True)
 class Artifact:
     path: Path
@@ -80,6 +88,11 @@ class Artifact:
         for name, expected in manifest.files.items():
             _check_file(path, name, expected)
         return cls(path, manifest)
+
+    @property
+    def manifest_sha256(self) -> str:
+        """Names this artifact: the manifest has the hashes of all else."""
+        return hashlib.sha256((self.path / MANIFEST).read_bytes()).hexdigest()
 
     def programs(self) -> list[ProgramSet]:
         """All sets of programs, as their build.json describe them."""

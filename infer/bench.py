@@ -193,20 +193,16 @@ def _run(llm: LLM, setting: Setting, group: Sequence[Sequence[int]], params: Sam
     llm.use(*setting, verification=contender.verification, bitwise=contender.bitwise)
     round_ = llm.engine.round
     result.stage_seconds = result.stage_seconds or [0.0] * len(round_.stages)
-    target = len(round_.stages) - 1
+    act, target = round_._act, len(round_.stages) - 1
 
-    def timed(act: Callable[[list[Row], int], set[Row]]) -> Callable[[list[Row], int], set[Row]]:
-        def run(rows: list[Row], level: int) -> set[Row]:
-            start = time.perf_counter()
-            unsure = act(rows, level)  # which waits for the device: its last act is to read picks, or who is unsure
-            result.stage_seconds[level] += time.perf_counter() - start
-            result.num_target_calls += level == target
-            return unsure
+    def timed(rows: list[Row], level: int) -> set[Row]:
+        start = time.perf_counter()
+        unsure = act(rows, level)  # which waits for the device: its last act is to read picks, or who is unsure
+        result.stage_seconds[level] += time.perf_counter() - start
+        result.num_target_calls += level == target
+        return unsure
 
-        return run
-
-    for name in ("_judge", "_choose_exit"):  # a stage acts by one of them; neither calls the other
-        setattr(round_, name, timed(getattr(round_, name)))
+    round_._act = timed  # type: ignore[method-assign]
     start = time.perf_counter()
     outputs = llm.generate(list(group), params)
     seconds = time.perf_counter() - start

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,11 +41,11 @@ def write(figures: Mapping[str, Any], folder: Path) -> list[Path]:
         "acceptance-by-tier": _acceptance,
         "time-by-tier": _time,
     }
-    written = [_write_whole(folder / TABLE, markdown(figures["rows"]).encode())]
+    written = [_write_whole(folder / TABLE, lambda path: path.write_text(markdown(figures["rows"]), encoding="utf-8"))]
     for name, draw in drawings.items():
         figure = draw(rows)
         if figure is not None:
-            written.append(_save(figure, folder / f"{name}.png"))
+            written.append(_write_whole(folder / f"{name}.png", partial(figure.savefig, format="png", dpi=110)))
     return written
 
 
@@ -90,11 +91,13 @@ def _by_workload(rows: Rows) -> Figure | None:
         return None
     figure, axes = _new(f"speed relative to plain decoding, batch {size}")
     workloads = [*shown[0]["workloads"], "mean"]
-    width = 0.8 / len(shown)
-    for number, row in enumerate(shown):
-        heights = [row["workloads"][name]["ratio"] for name in workloads[:-1]] + [row["ratio_mean"]]
-        places = [place + (number - (len(shown) - 1) / 2) * width for place in range(len(workloads))]
-        axes.bar(places, heights, width, label=label(row, rows))
+    _draw_bars(
+        axes,
+        {
+            label(row, rows): [row["workloads"][name]["ratio"] for name in workloads[:-1]] + [row["ratio_mean"]]
+            for row in shown
+        },
+    )
     axes.set_xticks(range(len(workloads)), workloads)
     axes.axhline(1, color="0.4", linewidth=0.8)
     axes.set_ylabel("ratio to plain decoding")
@@ -125,11 +128,10 @@ def _acceptance(rows: Rows) -> Figure | None:
         return None
     figure, axes = _new(f"tokens gained per draft that a tier judged, batch {size}")
     judges = list(dict.fromkeys(tier for row in shown for tier in row["mean_acceptance_length"]))
-    width = 0.8 / len(judges)
-    for number, judge in enumerate(judges):
-        heights = [row["mean_acceptance_length"].get(judge, 0.0) for row in shown]
-        places = [place + (number - (len(judges) - 1) / 2) * width for place in range(len(shown))]
-        axes.bar(places, heights, width, label=f"judged by {judge}")
+    _draw_bars(
+        axes,
+        {f"judged by {judge}": [row["mean_acceptance_length"].get(judge, 0.0) for row in shown] for judge in judges},
+    )
     axes.set_xticks(range(len(shown)), [label(row, rows) for row in shown], rotation=15)
     axes.set_ylabel("mean acceptance length")
     axes.legend(fontsize="small")
@@ -155,6 +157,14 @@ def _time(rows: Rows) -> Figure | None:
     return figure
 
 
+def _draw_bars(axes: Axes, heights: Mapping[str, Sequence[float]]) -> None:
+    """Groups of bars around 0, 1, …: of each name its own heights, side by side with the others'."""
+    width = 0.8 / len(heights)
+    for number, (name, own) in enumerate(heights.items()):
+        offset = (number - (len(heights) - 1) / 2) * width
+        axes.bar([place + offset for place in range(len(own))], own, width, label=name)
+
+
 def _new(title: str) -> tuple[Figure, Axes]:
     from matplotlib.figure import Figure  # not pyplot: no window, no global state
 
@@ -165,15 +175,8 @@ def _new(title: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _save(figure: Figure, path: Path) -> Path:
+def _write_whole(path: Path, write: Callable[[Path], object]) -> Path:
     temporary = path.with_name(f".{path.name}")
-    figure.savefig(temporary, format="png", dpi=110)
-    temporary.replace(path)
-    return path
-
-
-def _write_whole(path: Path, content: bytes) -> Path:
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_bytes(content)
+    write(temporary)
     temporary.replace(path)
     return path

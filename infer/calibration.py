@@ -67,11 +67,11 @@ class _TimedRound(Round):
         for _, level, num_proposed, num_accepted in self._verdicts:
             self.record.verdicts[level].append((num_proposed, num_accepted))
 
-    def _judge(self, rows: list[Row], level: int) -> set[Row]:
+    def _act(self, rows: list[Row], level: int) -> set[Row]:
         tier = self.stages[level].tier
         width = max(len(row.token_ids) - row.cursors[tier] for row in rows)
         start = time.perf_counter()
-        unsure = super()._judge(rows, level)  # has read its verdicts when it returns, so the device is done
+        unsure = super()._act(rows, level)  # has read its verdicts when it returns, so the device is done
         seconds = time.perf_counter() - start
         self.seconds_in_calls += seconds
         if len(rows) == self._batch_size:

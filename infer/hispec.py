@@ -136,10 +136,14 @@ class Round:
                 break
             if level > 0:
                 self._run_stage(rows, level - 1)
-            unsure = self._choose_exit(rows, level) if stage.exits else self._judge(rows, level)
+            unsure = self._act(rows, level)
         for tier in stage.exits[1:]:
             late = [row for row in everyone if self._is_late(row, tier, stage.window + 1)]
             self._catch_up([row for row in late if row.cursors[tier] < len(row)], tier)
+
+    def _act(self, rows: list[Row], level: int) -> set[Row]:
+        """A stage acts once: the rows for which it is not to act again."""
+        return self._choose_exit(rows, level) if self.stages[level].exits else self._judge(rows, level)
 
     def _has_room(self, row: Row, level: int) -> bool:
         """Whether the stage may append a token: every stage above it must still be able to append its own."""

@@ -6,7 +6,6 @@ plain decoding is never wrong, and a plan of another machine may be slower.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import warnings
@@ -17,9 +16,9 @@ from typing import Self
 
 import torch
 
-from infer.artifact import PLAN, PLAN_TEMPORARY, Artifact
+from infer.artifact import PLAN, Artifact, write_unrecorded
 from infer.device import host_capability, package_version, processor_name
-from infer.manifest import MANIFEST, BuildInfo, Manifest
+from infer.manifest import BuildInfo, Manifest
 from infer.records import MAX_JSON, load_json, read_record
 from infer.strategy import Policy, stages_of
 
@@ -48,7 +47,7 @@ class Conditions:
     @classmethod
     def here(cls, artifact: Artifact, build: BuildInfo, *, bitwise: bool, cuda_graphs: bool, verification: str) -> Self:
         return cls(
-            artifact_sha256=hashlib.sha256((artifact.path / MANIFEST).read_bytes()).hexdigest(),
+            artifact_sha256=artifact.manifest_sha256,
             backend=build.backend,
             device=build.device,
             dtype=build.dtype,
@@ -157,7 +156,4 @@ def read_plan(artifact: Artifact, here: Conditions) -> Plan | None:
 
 def write_plan(folder: Path, plan: Plan) -> None:
     """It appears complete, or what was there before stays."""
-    temporary = folder / PLAN_TEMPORARY
-    temporary.unlink(missing_ok=True)  # what lies there may be a second name of a file elsewhere
-    temporary.write_text(plan.to_json(), encoding="utf-8")
-    temporary.replace(folder / PLAN)
+    write_unrecorded(folder, PLAN, plan.to_json())

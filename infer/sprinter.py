@@ -12,7 +12,6 @@ What comes out is not what the target would have written. `LLM` refuses it witho
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -21,9 +20,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from infer.artifact import SPRINTER, SPRINTER_TEMPORARY, Artifact
+from infer.artifact import SPRINTER, Artifact, write_unrecorded
 from infer.judging import IdentityRule, Lines, Ruling
-from infer.manifest import MANIFEST
 from infer.records import MAX_JSON, load_json, read_record
 from infer.row import Row
 from infer.verify import Verdict, verify
@@ -98,10 +96,6 @@ class Classifier:
         return classifier
 
 
-def artifact_sha256(artifact: Artifact) -> str:
-    return hashlib.sha256((artifact.path / MANIFEST).read_bytes()).hexdigest()
-
-
 def read_classifier(artifact: Artifact) -> Classifier:
     """The artifact's classifier.
 
@@ -112,17 +106,14 @@ def read_classifier(artifact: Artifact) -> Classifier:
     if not path.is_file() or path.stat().st_size > MAX_JSON:
         raise ValueError(f"strategy='sprinter' needs {path}; {FIT_AGAIN}")
     classifier = Classifier.from_json(path.read_text(encoding="utf-8"))
-    if classifier.artifact_sha256 != artifact_sha256(artifact):
+    if classifier.artifact_sha256 != artifact.manifest_sha256:
         raise ValueError(f"{path} was fitted to another artifact; {FIT_AGAIN}")
     return classifier
 
 
 def write_classifier(artifact: Artifact, classifier: Classifier) -> None:
     """It appears complete, or what was there before stays."""
-    temporary = artifact.path / SPRINTER_TEMPORARY
-    temporary.unlink(missing_ok=True)  # what lies there may be a second name of a file elsewhere
-    temporary.write_text(classifier.to_json(), encoding="utf-8")
-    temporary.replace(artifact.path / SPRINTER)
+    write_unrecorded(artifact.path, SPRINTER, classifier.to_json())
 
 
 class SprinterRule(IdentityRule):

@@ -14,7 +14,7 @@ from infer.llm import LLM
 from infer.output import check_whole
 from infer.params import SamplingParams
 from infer.row import Row
-from infer.sprinter import FEATURES, Classifier, Setting, artifact_sha256, features
+from infer.sprinter import FEATURES, Classifier, Setting, features
 from infer.strategy import Policy
 
 THRESHOLDS = [n / 20 for n in range(1, 20)]
@@ -91,7 +91,7 @@ def fit(llm: LLM, found: Sequence[Sequence[tuple[Tensor, bool]]], least_right: f
     means, scales = values.mean(dim=0), values.std(dim=0).clamp(min=1e-6)
     solution = logistic_regression((values - means) / scales, accepted)
     classifier = Classifier(
-        artifact_sha256=artifact_sha256(llm.artifact),
+        artifact_sha256=llm.artifact.manifest_sha256,
         feature_names=list(FEATURES),
         means=means.tolist(),
         scales=scales.tolist(),

@@ -32,23 +32,15 @@ from infer.request import Request
 from infer.row import Row
 from infer.runner import Runner
 from infer.sprinter import Classifier
-from infer.strategy import Policy, rule_of, stages_of
+from infer.strategy import LOSSY, Policy, rule_of, stages_of
+from infer.strategy import STRATEGIES as ALL_STRATEGIES
 from tests.tiny_models import make_tiny_model
 from train.heads import ExitConfig
 from train.model import EarlyExitModel
 
 DEVICE = torch.device(os.environ.get("HISPEC_TEST_DEVICE", "cpu"))  # pytest --device
 BLOCK_SIZE = 4
-STRATEGIES = (
-    "autoregressive",
-    "layerskip",
-    "hispec",
-    "hispec_paper",
-    "prompt_lookup",
-    "ngram_layerskip",
-    "lookahead",
-    "adadecode",
-)
+STRATEGIES = tuple(name for name in ALL_STRATEGIES if name not in LOSSY)
 IN_PLACE = tuple(name for name in STRATEGIES if name != "lookahead")  # need no blocks but those of their text
 # Lengths on, before and behind the edges of blocks of 4 and chunks of 8; the last ids repeat, as prompts do.
 PROMPTS = (
