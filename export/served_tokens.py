@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 from export.parity import MAX_ERROR, ParityError
 from infer.artifact import Artifact
+from infer.hispec import num_scratch_blocks
 from infer.llm import LLM
-from infer.lookahead_round import num_scratch_blocks
 from infer.manifest import BuildInfo, Manifest
 from infer.output import check_whole
 from infer.params import SamplingParams

@@ -64,10 +64,11 @@ def own_branch(row: Row, guess: Sequence[int]) -> Branch:
 
 
 class Scratch:
-    """Gives out a row's scratch blocks for one call, to at most `num_branches` of at most `longest` tokens each."""
+    """Gives out a row's scratch blocks for one call, to at most `num_branches` of at most `longest` tokens each, which
+    begin at position `start`."""
 
-    def __init__(self, row: Row, num_branches: int, longest: int, block_size: int) -> None:
-        self._row, self._num_whole = row, (len(row) - 1) // block_size
+    def __init__(self, row: Row, start: int, num_branches: int, longest: int, block_size: int) -> None:
+        self._row, self._start, self._num_whole = row, start, start // block_size
         self._size = num_blocks_of_branch(longest, block_size)
         self._first = len(row.block_table) - num_branches * self._size
 
@@ -76,7 +77,7 @@ class Scratch:
         self._first += self._size
         assert self._num_whole < first < self._first <= len(table), "scratch blocks reach into the text's, or run out"
         blocks = table[: self._num_whole] + table[first : self._first]
-        return Branch(self._row, len(self._row) - 1, token_ids, blocks, num_scored)
+        return Branch(self._row, self._start, token_ids, blocks, num_scored)
 
 
 def calls(branches: Sequence[Branch], limit: int | None, max_batch: int) -> list[list[Piece]]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from infer.batch import RING_SIZE, runs_of
+from infer.branches import num_blocks_of_branch
 from infer.judging import IdentityRule, Lines, Rule
 from infer.logprobs import score
 from infer.lookahead import Lookahead
@@ -55,6 +56,8 @@ class Stage:
         confidence_threshold: the stage also stops repeating for a row once its exit gave no id so much probability
             where it appended its own token; 0 is off. It looks at that exit's law and never at the token drawn from it,
             so that drafts stay samples of the law, as the rejection rule must have them.
+        num_branches: of the first of two stages: most of its exit's other candidates that the target verifies beside
+            what was drafted (`tree_round`), those of at least the probability `branch_threshold`.
         exits: of the first stage, tiers from its own upwards: every token comes from the lowest of their exits that
             gives some id the probability `confidence_threshold`, and where none does, the row is left to the stage
             above without a token. Empty: from its own tier's exit.
@@ -67,9 +70,18 @@ class Stage:
     window: int
     lookup: Lookup | None = None
     confidence_threshold: float = 0.0
+    num_branches: int = 0
+    branch_threshold: float = 0.0
     exits: tuple[int, ...] = ()
     lookahead: Lookahead | None = None
     classifier: Classifier | None = None
+
+
+def num_scratch_blocks(stages: Sequence[Stage], block_size: int) -> int:
+    """Blocks that a row needs beside those of its text while these stages run, for branches of it."""
+    if (shape := stages[-1].lookahead) is not None:
+        return shape.num_scratch_branches * num_blocks_of_branch(shape.longest, block_size)
+    return stages[0].num_branches * num_blocks_of_branch(stages[0].repeats + 1, block_size)
 
 
 class _Batch:
@@ -110,8 +122,8 @@ class Round:
 
     @property
     def num_scratch_blocks(self) -> int:
-        """Blocks that a row needs beside those of its text, for branches of it."""
-        return 0
+        """Of one row, beside the blocks of its text."""
+        return num_scratch_blocks(self.stages, self.runner.block_size)
 
     def run(self, rows: Sequence[Row]) -> None:
         self.rule.begin(rows)

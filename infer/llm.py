@@ -17,9 +17,8 @@ from infer.cuda_graphs import CudaCapture, with_graphs
 from infer.device import check_device
 from infer.draft_vocab import read_draft_vocabs
 from infer.engine import Engine
-from infer.hispec import Stage
+from infer.hispec import Stage, num_scratch_blocks
 from infer.inputs import Prompt, as_list
-from infer.lookahead_round import make_round, num_scratch_blocks
 from infer.manifest import BuildInfo, Manifest
 from infer.output import RequestOutput
 from infer.params import SamplingParams
@@ -28,6 +27,7 @@ from infer.pool_size import default_num_blocks
 from infer.prefix_cache import PrefixCache
 from infer.request import Request
 from infer.request_maker import Messages, RequestMaker
+from infer.rounds import make_round
 from infer.runner import Program, Runner
 from infer.sprinter import read_classifier
 from infer.strategy import LOSSY, STRATEGIES, Policy, most_scored, rule_of, stages_of
@@ -65,6 +65,8 @@ class LLM:
         lookahead_window, lookahead_ngram, lookahead_guesses: of `lookahead`: columns of the window that runs ahead of
             the text, tokens of the n-grams that it makes, and how many of these are verified at once.
         exit_threshold: of `adadecode`: the probability that an exit must give some id for the token to come from it.
+        num_branches, branch_threshold: of `layerskip` and `ngram_layerskip`: beside what the exit drafted, so many of
+            its other candidates are verified too, those to which it gives at least that probability.
         verification: `identity` gives sampled requests plain decoding's very tokens; `rejection` accepts more of them
             and gives plain decoding's law. Greedy requests get the same tokens by either. What `rejection` says to a
             seed depends on what was drafted, and so, with exits that read the target's state (`context`), on the prefix
@@ -103,6 +105,8 @@ class LLM:
         lookahead_window: int = 4,
         lookahead_ngram: int = 4,
         lookahead_guesses: int = 4,
+        num_branches: int = 0,
+        branch_threshold: float = 0.05,
         verification: str = "identity",
         allow_lossy: bool = False,
         seed: int | None = None,
@@ -120,6 +124,8 @@ class LLM:
             lookahead_window=lookahead_window,
             lookahead_ngram=lookahead_ngram,
             lookahead_guesses=lookahead_guesses,
+            num_branches=num_branches,
+            branch_threshold=branch_threshold,
         )
         is_auto, strategy = strategy == "auto", "autoregressive" if strategy == "auto" else strategy
         for name, value, least in (

@@ -27,14 +27,16 @@ from infer.strategy import Policy, rule_of, stages_of
 
 PLAIN = "autoregressive"
 
+BRANCHES = ("num_branches", "branch_threshold")
+
 # The numbers of a policy that a strategy looks at.
 NUMBERS: Mapping[str, Sequence[str]] = {
     PLAIN: (),
-    "layerskip": ("num_draft_tokens", "confidence_threshold"),
+    "layerskip": ("num_draft_tokens", "confidence_threshold", *BRANCHES),
     "hispec": ("num_draft_tokens", "window", "inner_rounds", "confidence_threshold"),
     "hispec_paper": (),
     "prompt_lookup": ("num_lookup_tokens",),
-    "ngram_layerskip": ("num_lookup_tokens", "num_draft_tokens", "confidence_threshold"),
+    "ngram_layerskip": ("num_lookup_tokens", "num_draft_tokens", "confidence_threshold", *BRANCHES),
     "lookahead": ("lookahead_window", "lookahead_ngram", "lookahead_guesses"),
     "adadecode": ("num_draft_tokens", "exit_threshold"),
 }
@@ -61,8 +63,10 @@ class Setting(NamedTuple):
 
 UNPREDICTED: Sequence[Setting] = [
     Setting("layerskip", Policy(num_draft_tokens=5, confidence_threshold=0.5)),
+    *(Setting("layerskip", Policy(num_draft_tokens=gamma, num_branches=3)) for gamma in (1, 2, 3)),
     Setting("prompt_lookup", Policy(num_lookup_tokens=5)),
     Setting("ngram_layerskip", Policy(num_lookup_tokens=5, num_draft_tokens=2)),
+    Setting("ngram_layerskip", Policy(num_lookup_tokens=5, num_draft_tokens=2, num_branches=3)),
     Setting("ngram_layerskip", Policy(num_lookup_tokens=5, num_draft_tokens=5, confidence_threshold=0.5)),
     Setting("lookahead", Policy(lookahead_window=4, lookahead_ngram=3, lookahead_guesses=3)),
     *(Setting("adadecode", Policy(num_draft_tokens=5, exit_threshold=least)) for least in (0.5, 0.8)),

@@ -10,6 +10,7 @@ that `Border` forbids. Decides nothing about what to draft or accept.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +29,11 @@ Range = tuple[int, int] | None  # of tokens in a call
 Bound = tuple[Program, Range, list[Tensor], Takes]  # a program, its range, its pages, and what it takes before them
 
 _MAX_SCORED = 64  # prompt tokens whose logits, in float64, are held at once
+
+
+class BranchScores(NamedTuple):
+    logits: Tensor  # [N, V] of the target for the branches' scored tokens, branch after branch
+    states: list[list[list[Tensor]]]  # of each branch in each tier: the hidden states of its tokens, in pieces [T, D]
 
 
 class ProgramError(Exception):
@@ -211,24 +217,32 @@ class Runner:
         return bitwise_range[1] if bitwise_range else None
 
     @torch.inference_mode()
-    def score_branches(self, branches: Sequence[Branch]) -> Tensor:
-        """Logits [N, V] of the target for the last `num_scored` tokens of each branch, branch after branch.
+    def score_branches(self, branches: Sequence[Branch]) -> BranchScores:
+        """Logits for the last `num_scored` tokens of each branch, and the states of all.
 
-        No cursor moves, and no exit but the target's runs.
+        No cursor moves, no ring gets anything, and no exit but the target's runs.
         """
         ranges = [limits[1] for _, limits, *_ in self._trunks if limits]
         limit = min(ranges, default=None)
-        states: list[list[Tensor]] = [[] for _ in branches]
+        states: list[list[list[Tensor]]] = [[[] for _ in self._trunks] for _ in branches]
         for pieces in branch_calls(branches, limit, self._max_batch):
             min_width = -(-self._min_tokens // len(pieces))
             query, x = self._new_branch_query(branches, pieces, min_width)
-            for trunk in self._trunks:
+            for tier, trunk in enumerate(self._trunks):
                 x = self._call(trunk, x, query)
-            for (number, span), hidden in zip(pieces, x, strict=True):
-                states[number].append(hidden[: len(span)])
-        scored = [torch.cat(parts)[-branch.num_scored :] for parts, branch in zip(states, branches, strict=True)]
+                for (number, span), hidden in zip(pieces, x, strict=True):
+                    states[number][tier].append(hidden[: len(span)])
+        scored = [torch.cat(own[-1])[-branch.num_scored :] for own, branch in zip(states, branches, strict=True)]
         target = self.num_tiers - 1
-        return self.logits(target, self._flat(self._exits[target], torch.cat(scored)))
+        return BranchScores(self.logits(target, self._flat(self._exits[target], torch.cat(scored))), states)
+
+    @torch.inference_mode()
+    def keep_states(self, row: Row, start: int, num_positions: int, states: Sequence[Sequence[Tensor]]) -> None:
+        """Write states of a branch (`BranchScores.states`) into the row's rings, for positions from `start` on."""
+        slots = [row.ring * RING_SIZE + p % RING_SIZE for p in range(start, start + num_positions)]
+        ring = to_device(torch.tensor(slots), self.device)
+        for own, pieces in zip(self._rings, states, strict=True):
+            own[ring] = (pieces[0] if len(pieces) == 1 else torch.cat(list(pieces)))[:num_positions]
 
     def _new_branch_query(
         self, branches: Sequence[Branch], pieces: Sequence[tuple[int, range]], min_width: int

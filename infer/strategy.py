@@ -57,6 +57,9 @@ class Policy:
         exit_threshold: of `adadecode`: an exit that gives no id this probability lets the next deeper one propose.
         lookahead_window, lookahead_ngram, lookahead_guesses: of `lookahead`, W, N and G: columns of its window, length
             of its n-grams, and how many of these are verified at once.
+        num_branches: of `layerskip` and `ngram_layerskip`: most of the exit's other candidates that are verified beside
+            its draft, for places where its first choice is wrong but not its second or third (`tree_round`); 0 is off.
+        branch_threshold: a candidate is worth a branch from this probability on, the draft's before it included.
     """
 
     num_draft_tokens: int = 2
@@ -70,15 +73,19 @@ class Policy:
     lookahead_window: int = 4
     lookahead_ngram: int = 4
     lookahead_guesses: int = 4
+    num_branches: int = 0
+    branch_threshold: float = 0.05
 
     def __post_init__(self) -> None:
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
-            if name in ("confidence_threshold", "exit_threshold"):
+            if name in ("confidence_threshold", "exit_threshold", "branch_threshold"):
                 if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
                     raise ValueError(f"{name}={value!r} must be a number of at least 0 and below 1")
-            elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+                continue
+            least = 0 if name == "num_branches" else 1
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
         if self.lookahead_ngram < 2:
             raise ValueError(
                 f"lookahead_ngram={self.lookahead_ngram} must be at least 2: a token and one that follows it"
@@ -147,7 +154,7 @@ def stages_of(strategy: str, policy: Policy, manifest: Manifest, classifier: Cla
     found_first = lookup if strategy == "ngram_layerskip" else None
     draft = Stage(tier=tiers[0], repeats=gamma, window=longest, lookup=found_first, confidence_threshold=least)
     if strategy not in ("hispec", "hispec_paper"):
-        return [draft, plain]
+        return [replace(draft, num_branches=policy.num_branches, branch_threshold=policy.branch_threshold), plain]
     inner = [
         Stage(tier=tier, repeats=policy.inner_rounds, window=policy.window, confidence_threshold=least)
         for tier in tiers[1:]
@@ -182,8 +189,13 @@ def most_scored(policy: Policy, manifest: Manifest) -> int:
     for strategy in STRATEGIES:
         with suppress(ValueError):  # this artifact or policy can't have it
             stages = stages_of(strategy, policy, manifest)
-            windows += [stage.lookahead.num_scored if stage.lookahead else stage.window for stage in stages]
+            windows += [_scored_by(stage) for stage in stages]
     return max(windows)
+
+
+def _scored_by(stage: Stage) -> int:
+    """Most tokens of one row that are scored for what the stage proposes."""
+    return stage.lookahead.num_scored if stage.lookahead else stage.window * (1 + stage.num_branches)
 
 
 def rule_of(verification: str, stages: Sequence[Stage], manifest: Manifest) -> Rule:
@@ -206,5 +218,10 @@ def rule_of(verification: str, stages: Sequence[Stage], manifest: Manifest) -> R
         raise ValueError(
             f"verification={verification!r}: lookahead verifies several guesses for one place, for which this rule is "
             "not made: leave it out, or take prompt_lookup"
+        )
+    if (number := stages[0].num_branches) > 0:
+        raise ValueError(
+            f"verification={verification!r}: num_branches={number} verifies several candidates for one place, for "
+            "which this rule is not made: leave it out, or set num_branches=0"
         )
     return RejectionRule(len(stages), manifest.base.vocab_size)

@@ -23,12 +23,12 @@ from infer.detokenizer import Detokenizer
 from infer.engine import Engine
 from infer.grammar import GrammarCompiler
 from infer.logprobs import ScoreLog
-from infer.lookahead_round import make_round
 from infer.manifest import BaseInfo, ExitInfo, Limits, Manifest, ProgramInfo, TierInfo
 from infer.params import SamplingParams
 from infer.prefix_cache import PrefixCache
 from infer.processors import Rules
 from infer.request import Request
+from infer.rounds import make_round
 from infer.row import Row
 from infer.runner import Runner
 from infer.sprinter import Classifier
@@ -333,11 +333,12 @@ def _rigged(rig: Rig) -> type[Runner]:
             return torch.stack([rig(row, tier, p, line) for (row, p), line in zip(cells, logits, strict=True)])
 
         def score_branches(self, branches):  # type: ignore[no-untyped-def]
-            logits, target = super().score_branches(branches), self.num_tiers - 1
+            scores, target = super().score_branches(branches), self.num_tiers - 1
             ends = [(b, b.start + len(b.token_ids) + 1) for b in branches]
             cells = [(b.row, p) for b, end in ends for p in range(end - b.num_scored, end)]
             if not getattr(rig, "rigs_target", False):
-                return logits
-            return torch.stack([rig(row, target, p, line) for (row, p), line in zip(cells, logits, strict=True)])
+                return scores
+            rigged = [rig(row, target, p, line) for (row, p), line in zip(cells, scores.logits, strict=True)]
+            return scores._replace(logits=torch.stack(rigged))
 
     return RiggedRunner

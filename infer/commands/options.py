@@ -53,6 +53,14 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lookahead-ngram", type=int, default=4, help="N, tokens of its n-grams (default 4)")
     parser.add_argument("--lookahead-guesses", type=int, default=4, help="G, n-grams verified at once (default 4)")
     parser.add_argument(
+        "--num-branches", type=int, default=0,
+        help="most other candidates of the draft exit verified beside its draft (default 0, none; 3 is a good number)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--branch-threshold", type=float, default=0.05,
+        help="probability from which a candidate is worth a branch (default 0.05)",
+    )  # fmt: skip
+    parser.add_argument(
         "--allow-lossy", action="store_true", help="allow strategies that do not give the target's own texts: sprinter"
     )
     parser.add_argument("--max-num-seqs", type=int, default=16, help="most prompts at once (default 16)")
@@ -91,6 +99,8 @@ def policy_of(args: argparse.Namespace) -> Policy:
         lookahead_window=args.lookahead_window,
         lookahead_ngram=args.lookahead_ngram,
         lookahead_guesses=args.lookahead_guesses,
+        num_branches=args.num_branches,
+        branch_threshold=args.branch_threshold,
     )
 
 

@@ -94,6 +94,8 @@ class EngineMachine(RuleBasedStateMachine):
             lookahead_window=st.integers(1, 3),
             lookahead_ngram=st.integers(2, 4),
             lookahead_guesses=st.integers(1, 3),
+            num_branches=st.sampled_from([0, 0, 1, 3]),
+            branch_threshold=st.sampled_from([0.0, 0.015]),  # honest exits give 0.01 to 0.03
             exit_threshold=st.sampled_from([0.0, 0.015, 0.02, 0.6]),  # honest exits give 0.01 to 0.03
         ),
         rig=st.sampled_from(RIGS),

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from infer.lookahead_round import num_scratch_blocks
+from infer.hispec import num_scratch_blocks
 from infer.params import SamplingParams
 from infer.row import Row
 from infer.strategy import Policy, stages_of
@@ -196,6 +196,8 @@ requests_ = st.lists(
         inner_rounds=st.integers(1, 4),
         num_lookup_tokens=st.integers(1, 9),
         min_ngram=st.integers(1, 2),
+        num_branches=st.sampled_from([0, 2]),
+        branch_threshold=st.just(0.0),
         confidence_threshold=st.sampled_from([0.0, 0.0, 0.1, 0.6]),
     ),
     max_num_seqs=st.integers(1, 4),

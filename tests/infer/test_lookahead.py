@@ -85,7 +85,7 @@ def test_columns_give_the_tokens_of_the_papers_one_masked_pass():
     base.config._attn_implementation = saved
     _, columns = tiny.round._branches(row)
     tiny.round._copy_begun_blocks(columns)
-    torch.testing.assert_close(tiny.runner.score_branches(columns), logits[-width:], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(tiny.runner.score_branches(columns).logits, logits[-width:], rtol=1e-4, atol=1e-4)
 
 
 # ---- the text ----
