@@ -190,7 +190,8 @@ def _groups(
 def _run(llm: LLM, setting: Setting, group: Sequence[Sequence[int]], params: SamplingParams, result: Result) -> None:
     """Decode one group and write down what that took and gave."""
     contender = result.contender
-    llm.use(*setting, verification=contender.verification, bitwise=contender.bitwise)
+    is_adaptive = contender.name == "auto" and contender.verification == "identity"  # as `auto` is for users
+    llm.use(*setting, verification=contender.verification, bitwise=contender.bitwise, adaptive=is_adaptive)
     round_ = llm.engine.round
     result.stage_seconds = result.stage_seconds or [0.0] * len(round_.stages)
     act, target = round_._act, len(round_.stages) - 1

@@ -36,6 +36,7 @@ from infer.strategy import stages_of
 
 NUM_COMPARED = 3  # settings that are run beside plain decoding
 LEAST_PREDICTED = 0.8  # of plain decoding's speed; not worth a run below, as predictions are not that wrong
+LOWEST_QUARTER = 0.85  # of the chosen one; texts in which it does not pay are decoded plainly (`payoff`)
 MIN_GROUPS = 5  # of prompts, for a median
 WARMUP_TOKENS = 8
 
@@ -122,7 +123,8 @@ def plan_batch(
     tuned: dict[str, Figure] = {}
     for one in sorted(figures.values(), key=lambda one: one.ratio):
         tuned[one.strategy] = one
-    chosen = figures.pop(choose(ratios, margin))
+    lowest = LOWEST_QUARTER if llm.verification == "identity" else 1.0
+    chosen = figures.pop(choose(ratios, margin, lowest))
     runner_up = max(figures.values(), key=lambda one: one.ratio, default=None)
     return PlanEntry(batch_size=batch_size, chosen=chosen, runner_up=runner_up, tuned=list(tuned.values()))
 

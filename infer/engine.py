@@ -29,6 +29,7 @@ from infer.blocks import BlockPool
 from infer.hispec import Round
 from infer.kv_manager import KVManager
 from infer.params import SamplingParams
+from infer.payoff import Payoff
 from infer.prefix_cache import PrefixCache
 from infer.request import Request
 from infer.row import Row
@@ -47,6 +48,7 @@ class Engine:
         max_num_seqs: most rows that run at once.
         max_num_prefill_tokens: most tokens that a step prefills; a step with work for it does at least one chunk.
         prefix_cache: over the same pool; None computes every prompt.
+        payoff: decides which rounds speculate; None: all do.
     """
 
     def __init__(
@@ -57,9 +59,11 @@ class Engine:
         max_num_seqs: int,
         max_num_prefill_tokens: int = 512,
         prefix_cache: PrefixCache | None = None,
+        payoff: Payoff | None = None,
     ) -> None:
         self.runner = runner
         self.round = round_
+        self.payoff = payoff
         self.pool = pool
         self.kv = KVManager(pool, runner, prefix_cache)
         self.waiting: deque[Request] = deque()
@@ -117,6 +121,9 @@ class Engine:
         """Decode and commit; the requests that failed."""
         rows = [_row(request) for request in requests]
         before = [row.num_committed for row in rows]
+        if self.payoff is not None and rows:
+            self.payoff.choose(rows)
+        began = time.perf_counter()
         try:
             self.round.run(rows)
         except BaseException as error:
@@ -129,6 +136,9 @@ class Engine:
             self._fail(failed, error)
             return failed
         now = time.perf_counter()
+        if self.payoff is not None and rows:
+            gained = [row.num_committed - start for row, start in zip(rows, before, strict=True)]
+            self.payoff.note(rows, gained, now - began)
         for request, row, start in zip(requests, rows, before, strict=True):
             row.check_integrity()
             stop = row.num_committed - row.is_broken  # the token that NaN logits gave is none

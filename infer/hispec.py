@@ -128,6 +128,7 @@ class Round:
     def run(self, rows: Sequence[Row]) -> None:
         self.rule.begin(rows)
         self._verdicts.clear()
+        self._keep_up([row for row in rows if row.params.speculate and not row.speculates])
         self._run_stage(list(rows), len(self.stages) - 1)
         self.rule.begin(())  # which holds rows and laws for a round alone
         # Counted at the end, as a round that breaks off is run again
@@ -138,7 +139,7 @@ class Round:
     def _run_stage(self, rows: list[Row], level: int) -> None:
         stage = self.stages[level]
         if self._num_above(level):
-            rows = [row for row in rows if row.params.speculate]
+            rows = [row for row in rows if row.speculates]
         if stage.lookup is not None:
             rows = self._look_up(rows, level)
         everyone, unsure = rows, set[Row]()
@@ -193,6 +194,11 @@ class Round:
         """Whether the tier's exit, which was passed over, must compute its own keys now: the states that it reads wait
         in a ring, and those of so many tokens more, with the token after them, would write over the first of them."""
         return self.runner.exits[tier].has_kv and len(row) + num_coming - row.exit_cursors[tier] >= RING_SIZE
+
+    def _keep_up(self, rows: Sequence[Row]) -> None:
+        """Let exits compute their keys in rows that decode plainly for a while, before the states for them are lost."""
+        for tier in dict.fromkeys(self.judging_tiers[:-1]) if rows else ():
+            self._catch_up([row for row in rows if self._is_late(row, tier, 1)], tier)
 
     def _catch_up(self, rows: list[Row], tier: int) -> None:
         if rows:

@@ -22,6 +22,7 @@ from infer.inputs import Prompt, as_list
 from infer.manifest import BuildInfo, Manifest
 from infer.output import RequestOutput
 from infer.params import SamplingParams
+from infer.payoff import Payoff
 from infer.plan import Conditions, Plan, read_plan
 from infer.pool_size import default_num_blocks
 from infer.prefix_cache import PrefixCache
@@ -67,6 +68,8 @@ class LLM:
         exit_threshold: of `adadecode`: the probability that an exit must give some id for the token to come from it.
         num_branches, branch_threshold: of `layerskip` and `ngram_layerskip`: beside what the exit drafted, so many of
             its other candidates are verified too, those to which it gives at least that probability.
+        adaptive: decode a text plainly while speculation does not pay in it, and try again later (`payoff`). None: with
+            `auto`, under the rule `identity`, where no text depends on it.
         verification: `identity` gives sampled requests plain decoding's very tokens; `rejection` accepts more of them
             and gives plain decoding's law. Greedy requests get the same tokens by either. What `rejection` says to a
             seed depends on what was drafted, and so, with exits that read the target's state (`context`), on the prefix
@@ -107,6 +110,7 @@ class LLM:
         lookahead_guesses: int = 4,
         num_branches: int = 0,
         branch_threshold: float = 0.05,
+        adaptive: bool | None = None,
         verification: str = "identity",
         allow_lossy: bool = False,
         seed: int | None = None,
@@ -138,6 +142,8 @@ class LLM:
         for name, flag in (("bitwise", bitwise), ("enforce_eager", enforce_eager), ("allow_lossy", allow_lossy)):
             if not isinstance(flag, bool):
                 raise ValueError(f"{name}={flag!r} must be True or False")
+        if adaptive:
+            _check_adaptive(strategy, verification)
         if not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization={gpu_memory_utilization} must lie in (0, 1]")
         check_device(device)
@@ -196,7 +202,9 @@ class LLM:
         self.engine = Engine(
             runner, make_round(runner, stages, rule), pool, max_num_seqs, max_num_prefill_tokens, cache
         )
-        self.strategy, self.policy, self.verification = strategy, policy, verification
+        self._payoffs: dict[tuple[str, Policy], Payoff] = {}  # what was learnt of each setting
+        self._follows_adaptively = adaptive is not False and verification == "identity"
+        self._set(strategy, policy, verification, adaptive=bool(adaptive))
         self.follow_plan(max_num_seqs)
 
     def use(
@@ -206,17 +214,18 @@ class LLM:
         *,
         verification: str = "identity",
         bitwise: bool | None = None,
+        adaptive: bool = False,
     ) -> None:
         """Switch to another strategy over the same programs and pages, while no request is running; no plan is followed
         from then on.
 
         Args:
-            bitwise: as at construction; None leaves it as it is.
+            bitwise, adaptive: as at construction; None leaves bitwise as it is.
 
         Raises:
             ValueError: unknown strategy, or numbers that the artifact does not allow.
         """
-        self._switch(strategy, policy or Policy(), verification)
+        self._switch(strategy, policy or Policy(), verification, adaptive=adaptive)
         self.plan = None
         runner = self.engine.runner
         if bitwise is not None and bitwise != runner.bitwise:
@@ -245,7 +254,7 @@ class LLM:
             return
         chosen = self.plan.entry_for(min(num_rows, self.max_num_seqs)).chosen
         if (chosen.strategy, chosen.policy) != (self.strategy, self.policy):
-            self._switch(chosen.strategy, chosen.policy, self.verification)
+            self._switch(chosen.strategy, chosen.policy, self.verification, adaptive=self._follows_adaptively)
 
     @property
     def judge_names(self) -> tuple[str, ...]:
@@ -374,13 +383,20 @@ class LLM:
             strategy, policy, self.manifest, read_classifier(self.artifact) if strategy == "sprinter" else None
         )
 
-    def _switch(self, strategy: str, policy: Policy, verification: str) -> None:
+    def _switch(self, strategy: str, policy: Policy, verification: str, *, adaptive: bool) -> None:
         stages = self._stages(strategy, policy)
         rule = rule_of(verification, stages, self.manifest)
         if self.engine.has_unfinished:
             raise ValueError("requests are running: finish or close their stream before choosing another strategy")
+        if adaptive:
+            _check_adaptive(strategy, verification)
         self.engine.round = make_round(self.engine.runner, stages, rule)
+        self._set(strategy, policy, verification, adaptive=adaptive)
+
+    def _set(self, strategy: str, policy: Policy, verification: str, *, adaptive: bool) -> None:
         self.strategy, self.policy, self.verification = strategy, policy, verification
+        has_choice = adaptive and strategy != "autoregressive"
+        self.engine.payoff = self._payoffs.setdefault((strategy, policy), Payoff()) if has_choice else None
 
     @staticmethod
     def _params(
@@ -396,6 +412,15 @@ class LLM:
     def _requests(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Request]:
         pairs = enumerate(zip(prompts, params, strict=True))
         return [self.make_request(prompt, one, number=number) for number, (prompt, one) in pairs]
+
+
+def _check_adaptive(strategy: str, verification: str) -> None:
+    if verification != "identity" or strategy in LOSSY:
+        what = f"strategy={strategy!r}" if strategy in LOSSY else f"verification={verification!r}"
+        raise ValueError(
+            f"adaptive=True with {what}: its texts depend on what is drafted, so they would hang on how long calls "
+            "take: leave it out, or take an exact strategy under the rule of identity"
+        )
 
 
 def _unproved_bits(build: BuildInfo, device: str, bitwise: bool) -> Iterator[str]:

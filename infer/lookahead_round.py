@@ -48,7 +48,7 @@ class LookaheadRound(BranchRound):
     def _branches(self, row: Row) -> tuple[list[Branch], list[Branch]]:
         """The row's guesses, of which the first stands in its own blocks and may be empty, and its window's columns,
         which stay where they are when the row nears its greatest length."""
-        if not row.params.speculate:
+        if not row.speculates:
             return [own_branch(row, ())], []
         shape, last = self._shape, row.token_ids[-1]
         row.window = row.window or Window(shape, row.token_ids)

@@ -74,6 +74,8 @@ class Row:
         self.failure: str | None = None  # why the target can't go on: this row alone fails
         self.has_nan = False  # some judge's logits did, so its pages may
         self.ngrams: NgramIndex | None = None  # of its committed tokens, once a strategy looks something up in them
+        self.speculates = params.speculate  # in the next round; `payoff` may decide that it does not
+        self.gain: float | None = None  # tokens that a speculating round gave it, smoothed by `payoff`
         self.window: Window | None = None  # ahead of its committed tokens, once a strategy looks ahead
 
     def __len__(self) -> int:

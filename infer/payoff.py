@@ -1,0 +1,83 @@
+"""Whether speculation pays, learnt while decoding, so that a text that an exit can't foresee is decoded plainly.
+
+A speculating round takes longer than a plain one and gives more tokens. What both take is timed, for each number of
+rows; what a round gives is kept for each row as a moving average, since it is the text that decides it. Rows decode
+plainly while their average would not pay for the longer round, and speculation is tried again later, after ever longer
+pauses. Texts do not change with any of this as long as the rule is that of identity: a token is plain decoding's
+whether it was drafted or not.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from infer.row import Row
+
+KEPT = 9  # times of the latest rounds, whose median counts: a stall of the machine must not decide anything
+FEWEST_PLAIN, FEWEST_SPECULATING = 2, 3  # rounds before their times are believed
+ROUNDS_BETWEEN_PLAIN = 64  # while speculation pays: a plain round now and then, as costs drift
+SHORTEST_PAUSE, LONGEST_PAUSE = 8, 128  # plain rounds before speculation is tried again
+ROW_WEIGHT, USUAL_WEIGHT = 0.15, 0.02  # of the latest round in a row's average, and in the average over all rows
+
+
+@dataclass(slots=True)
+class _Size:
+    """What is known of rounds of about so many rows."""
+
+    plain: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))  # seconds
+    speculating: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+    num_paying: int = 0  # speculating rounds since the last plain one
+    pause: int = SHORTEST_PAUSE
+    num_left: int = 0  # plain rounds of this pause
+
+    def break_even(self) -> float:
+        """Tokens that a speculating round must give each row to be worth its time."""
+        return statistics.median(self.speculating) / statistics.median(self.plain)
+
+
+class Payoff:
+    """Of one setting: another one has other costs."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, _Size] = defaultdict(_Size)  # numbers of rows that differ by less than a factor of two
+        self._usual = 0.0  # tokens that a speculating round gives a row
+
+    def choose(self, rows: Sequence[Row]) -> bool:
+        """Whether the next round speculates, which is written into its rows."""
+        is_speculating = self._pays(rows)
+        for row in rows:
+            row.speculates = is_speculating and row.params.speculate
+        return any(row.speculates for row in rows)
+
+    def _pays(self, rows: Sequence[Row]) -> bool:
+        size = self._sizes[len(rows).bit_length()]
+        if len(size.plain) < FEWEST_PLAIN or len(size.speculating) < FEWEST_SPECULATING:
+            return len(size.plain) >= FEWEST_PLAIN
+        gains = [(row.gain or self._usual) if row.params.speculate else 1.0 for row in rows]
+        if statistics.fmean(gains) > size.break_even():
+            size.pause, size.num_left = SHORTEST_PAUSE, 0
+            size.num_paying = (size.num_paying + 1) % ROUNDS_BETWEEN_PLAIN
+            return size.num_paying > 0
+        size.num_left = max(0, size.num_left - 1)
+        return size.num_left == 0
+
+    def note(self, rows: Sequence[Row], num_gained: Sequence[int], seconds: float) -> None:
+        """A round is done: tokens that each row gained, and what it took."""
+        size = self._sizes[len(rows).bit_length()]
+        speculated = [(row, number) for row, number in zip(rows, num_gained, strict=True) if row.speculates]
+        if not speculated:
+            size.plain.append(seconds)
+            return
+        size.speculating.append(seconds)
+        for row, number in speculated:
+            self._usual += (USUAL_WEIGHT if self._usual else 1.0) * (number - self._usual)
+            before = row.gain or self._usual
+            row.gain = before + ROW_WEIGHT * (number - before)
+        if len(size.speculating) <= FEWEST_SPECULATING or not size.plain:
+            return
+        if statistics.fmean(num_gained) <= size.break_even():  # a trial has failed; the pause counts if that is usual
+            size.num_left = size.pause
+            size.pause = min(2 * size.pause, LONGEST_PAUSE)

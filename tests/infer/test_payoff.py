@@ -1,0 +1,186 @@
+"""Speculation stops where it does not pay and is tried again; no text depends on that."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from infer.llm import LLM
+from infer.params import SamplingParams
+from infer.payoff import FEWEST_PLAIN, FEWEST_SPECULATING, LONGEST_PAUSE, ROUNDS_BETWEEN_PLAIN, SHORTEST_PAUSE, Payoff
+from infer.row import Row
+from infer.strategy import Policy
+from tests.infer.test_invariants import entries, fresh_row, layered_model, paged
+from tests.tiny_engine import DEVICE, IN_PLACE, PROMPTS, Script, Tiny, model_of, oracle, texts_of
+
+PLAIN, SPECULATING = 1.0, 1.5  # seconds of a round
+GREEDY = SamplingParams(temperature=0, max_tokens=90)
+
+
+def row(*, speculate: bool = True) -> Row:
+    params = SamplingParams(speculate=speculate)
+    return Row([1], params, seed=0, max_len=9, num_tiers=3, num_stages=2, blocks=[1], ring=1)
+
+
+def play(payoff: Payoff, rows: list[Row], num_rounds: int, gain, seconds=(PLAIN, SPECULATING)) -> str:  # type: ignore[no-untyped-def]
+    """Rounds in which speculation gives every row `gain(number)` tokens: p for a plain one, S for the others."""
+    played = ""
+    for number in range(num_rounds):
+        is_speculating = payoff.choose(rows)
+        played += "S" if is_speculating else "p"
+        payoff.note(rows, [gain(number) if r.speculates else 1 for r in rows], seconds[is_speculating])
+    return played
+
+
+# ---- the decision ----
+
+
+def test_speculation_that_pays_goes_on_but_for_a_plain_round_now_and_then():
+    played = play(Payoff(), [row()], 400, lambda number: 2)
+    assert played.startswith("p" * FEWEST_PLAIN + "S" * FEWEST_SPECULATING)
+    assert [len(list(run)) for kind, run in itertools.groupby(played[5:]) if kind == "S"][1:-1] == [
+        ROUNDS_BETWEEN_PLAIN - 1
+    ] * 5
+    assert played.count("pp") == 1  # in the beginning
+
+
+def test_speculation_that_does_not_pay_is_tried_after_ever_longer_pauses():
+    played = play(Payoff(), [row()], 800, lambda number: 1)
+    pauses = [len(list(run)) for kind, run in itertools.groupby(played) if kind == "p"][1:]
+    assert pauses[:7] == [SHORTEST_PAUSE - 1, 15, 31, 63, LONGEST_PAUSE - 1, LONGEST_PAUSE - 1, LONGEST_PAUSE - 1]
+    assert played.count("S") < 15
+
+
+def test_a_text_that_turns_foreseeable_is_speculated_in_again():
+    payoff, rows = Payoff(), [row()]
+    assert play(payoff, rows, 60, lambda number: 1).endswith("p" * 9)
+    played = play(payoff, rows, 400, lambda number: 3)
+    assert "S" * 50 in played
+
+
+def test_break_even_is_the_ratio_of_times_whatever_the_gain():
+    """1.5 tokens for 1.5 times the time: at 1.4 it stops, at 1.6 it goes on."""
+    for gain, pays in ((1.4, False), (1.6, True)):
+        played = play(Payoff(), [row()], 300, lambda number, gain=gain: gain)
+        assert (played.count("S") > 250) == pays, played
+
+
+def test_a_new_text_begins_with_what_texts_usually_gain():
+    payoff = Payoff()
+    play(payoff, [row()], 300, lambda number: 1)
+    assert payoff.choose([row()]) is False
+    payoff = Payoff()
+    play(payoff, [row()], 100, lambda number: 2)
+    other = row()
+    assert payoff.choose([other]) and other.speculates
+
+
+def test_a_stall_of_the_machine_decides_nothing():
+    payoff, rows = Payoff(), [row()]
+    play(payoff, rows, 40, lambda number: 2)
+    payoff.choose(rows)
+    payoff.note(rows, [2], 100.0)
+    assert play(payoff, rows, 20, lambda number: 2) == "S" * 20
+
+
+def test_rows_that_ask_for_plain_decoding_never_speculate_and_count_as_such():
+    payoff, rows = Payoff(), [row(), row(speculate=False), row(speculate=False), row(speculate=False)]
+    played = play(payoff, rows, 200, lambda number: 2)  # a mean of 1.25 tokens for 1.5 times the time
+    assert not any(r.speculates for r in rows[1:]) and played.count("S") < 15
+
+
+def test_numbers_of_rows_have_times_of_their_own():
+    payoff, one, many = Payoff(), [row()], [row() for _ in range(8)]
+    assert "S" * 50 in play(payoff, one, 200, lambda number: 2)
+    assert "S" * 9 not in play(payoff, many, 200, lambda number: 2, seconds=(1.0, 3.0))
+    assert "S" * 20 in play(payoff, one, 40, lambda number: 2)
+
+
+# ---- in the engine ----
+
+
+class Alternating(Payoff):
+    """Long plain stretches, so that rings would run over, and speculation between them."""
+
+    def __init__(self, plain: int = 70, speculating: int = 4) -> None:
+        super().__init__()
+        self._turns = itertools.cycle([False] * plain + [True] * speculating)
+
+    def _pays(self, rows):  # type: ignore[no-untyped-def]
+        return next(self._turns)
+
+
+@pytest.mark.parametrize("turns", [(70, 4), (1, 1), (3, 2)], ids=str)
+@pytest.mark.parametrize("strategy", [*IN_PLACE, "lookahead", "branches"])
+def test_texts_are_plain_decodings_whenever_speculation_is_on(strategy, turns):
+    policy = Policy(num_draft_tokens=3, lookahead_window=2, lookahead_ngram=3, lookahead_guesses=2)
+    if strategy == "branches":
+        strategy, policy = "layerskip", Policy(num_draft_tokens=2, num_branches=2, branch_threshold=0.0)
+    tiny = Tiny(layered_model(), strategy, policy)
+    tiny.engine.payoff = Alternating(*turns)
+    each = [GREEDY, SamplingParams(temperature=0.8, seed=4, max_tokens=90), GREEDY]
+    plain = Tiny(layered_model(), "autoregressive").generate(PROMPTS[:3], each)
+    assert [r.token_ids for r in tiny.generate(PROMPTS[:3], each)] == [r.token_ids for r in plain]
+
+
+@pytest.mark.parametrize("strategy", ["layerskip", "hispec"])
+def test_exits_keep_up_in_long_plain_stretches(strategy):
+    """Their keys below their cursors are those of a fresh prefill, however long nobody asked them."""
+    tiny = Tiny(layered_model(), strategy, Policy(num_draft_tokens=2))
+    tiny.engine.payoff = Alternating(74, 2)
+    request = tiny.request(PROMPTS[0], GREEDY)
+    tiny.engine.add(request)
+    for _ in range(78):
+        tiny.engine.step()
+    current = request.row
+    assert current is not None and len(current) > 75
+    other, fresh = fresh_row(tiny, current.token_ids)
+    for (kind, tier, pages), (_, _, fresh_pages) in zip(paged(tiny), paged(other), strict=True):
+        if kind == "exit" and tier == 0:
+            stop = current.exit_cursors[tier]
+            assert stop > 75
+            mine, theirs = entries(pages, current, stop), entries(fresh_pages, fresh, stop)
+            assert mine.allclose(theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_drafts_are_right_again_after_a_plain_stretch():
+    """With exits that are always right, every speculating round gains all that it can, the first after a pause too."""
+    script = Script(texts_of("llama", PROMPTS[:1], 90), lambda *_: True)
+    tiny = Tiny(model_of(), "layerskip", Policy(num_draft_tokens=3), rig=script)
+    tiny.engine.payoff = Alternating(20, 2)
+    request = tiny.request(PROMPTS[0], GREEDY)
+    tiny.engine.add(request)
+    lengths = [0]
+    while tiny.engine.has_unfinished:
+        tiny.engine.step()
+        lengths.append(len(request.token_ids))
+    steps = [b - a for a, b in itertools.pairwise(lengths)]
+    assert steps[:22] == [1] * 20 + [4] * 2
+    assert request.token_ids == oracle("llama", PROMPTS[0], 90)
+
+
+# ---- in the LLM ----
+
+
+def test_it_is_learnt_for_each_setting_and_kept(artifact):
+    llm = LLM(artifact, "layerskip", adaptive=True, device=str(DEVICE))
+    first = llm.engine.payoff
+    assert first is not None
+    llm.use("layerskip", Policy(num_draft_tokens=4), adaptive=True)
+    assert llm.engine.payoff is not first
+    llm.use("layerskip", Policy(), adaptive=True)
+    assert llm.engine.payoff is first
+    llm.use("layerskip", Policy())
+    assert llm.engine.payoff is None
+    llm.use("autoregressive", adaptive=True)
+    assert llm.engine.payoff is None
+
+
+def test_it_is_refused_where_texts_would_depend_on_it(artifact):
+    with pytest.raises(ValueError, match=r"adaptive=True with verification='rejection': its texts depend on what"):
+        LLM(artifact, "layerskip", verification="rejection", adaptive=True, device=str(DEVICE))
+    llm = LLM(artifact, "layerskip", device=str(DEVICE))
+    with pytest.raises(ValueError, match=r"adaptive=True with verification='rejection'"):
+        llm.use("layerskip", verification="rejection", adaptive=True)
+    assert llm.engine.payoff is None
