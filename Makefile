@@ -1,4 +1,4 @@
-# make demo    export → generate → bench → train further, on SmolLM2-135M-Instruct   (the first time minutes)
+# make demo    export → plan → generate → bench → train further, on SmolLM2-135M-Instruct   (the first time minutes)
 # make test    everything but the slow tests;  make test-all: everything
 # Both do all their own set-up. PYTEST_ARGS='-k verify -x' narrows the tests.
 
@@ -37,12 +37,14 @@ RUN      := runs/$(NAME)
 ARTIFACT := artifacts/$(NAME)
 
 EXPORT_ARGS   := --checkpoint $(SHIPPED) --output $(ARTIFACT) --backend inductor,eager --dtype bfloat16 --overwrite
-GENERATE_ARGS := $(ARTIFACT) --strategy layerskip --max-tokens 64 --check --prompt 'Explain to a child why the sky is blue.'
-BENCH_ARGS    := $(ARTIFACT) --prompts configs/data/prompts.jsonl --num-prompts 6 --max-tokens 64 --strategies autoregressive,layerskip,hispec,prompt_lookup,ngram_layerskip
+PLAN_ARGS     := $(ARTIFACT) --prompts configs/data/prompts.jsonl --num-prompts 6 --max-tokens 32 --batch-sizes 1
+GENERATE_ARGS := $(ARTIFACT) --max-tokens 64 --check --prompt 'Explain to a child why the sky is blue.'
+BENCH_ARGS    := $(ARTIFACT) --prompts configs/data/prompts.jsonl --num-prompts 6 --max-tokens 64 --strategies autoregressive,auto,layerskip,hispec,prompt_lookup,ngram_layerskip
 MEASURE_ARGS  := --config $(CONFIG) --artifact $(ARTIFACT) --num_prompts 16 --max_new_tokens 64
 
-# What the shipped exits give, and whether training's figures are the engine's; then the same exits, trained further on text that they have not seen: before and after.
+# What the strategy that the plan chose, and the others, make of the shipped exits, and whether training's figures are the engine's; then the same exits, trained further on text that they have not seen: before and after.
 demo: $(ARTIFACT)/hispec.json | venv
+	$(PY) -m infer plan $(PLAN_ARGS)
 	$(PASSIVE) $(PY) -m infer generate $(GENERATE_ARGS)
 	$(PY) -m infer bench $(BENCH_ARGS)
 	$(PASSIVE) $(PY) -m train measure $(MEASURE_ARGS)
