@@ -18,7 +18,7 @@ from infer.planner import PLAIN
 from infer.pool_size import BYTES_PER_SCORE, bytes_per_block
 from infer.strategy import Policy, most_scored, stages_of
 
-# Python, PyTorch and the tokenizer, without weights and pool; 0.7 GB were seen on one CPU
+# Python, PyTorch, the server, without weights and pool: 0.41 GB with a tiny model on a CPU; the rest is for buffers
 PROCESS_BYTES = 1_000_000_000
 
 

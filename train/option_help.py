@@ -103,7 +103,8 @@ def read_options(file: Path, owner: str, method: str = "__init__") -> list[Optio
     """
     (found,) = (n for n in ast.parse(file.read_text("utf-8")).body if isinstance(n, ast.ClassDef) and n.name == owner)
     methods = [n for n in found.body if isinstance(n, ast.FunctionDef) and n.name == method]
-    texts = {name: text for node in (*methods, found) for name, text in _texts(ast.get_docstring(node) or "")}
+    documented: list[ast.FunctionDef | ast.ClassDef] = [*methods, found]
+    texts = {name: text for node in documented for name, text in _texts(ast.get_docstring(node) or "")}
     return [
         Option(name, kind, default, " ".join(texts.get(name, "").split()))
         for name, kind, default in (_parameters(methods[0].args) if methods else _fields(found))
