@@ -1,5 +1,6 @@
 # make demo    export → plan → generate → bench → train further, on SmolLM2-135M-Instruct   (the first time minutes)
 # make test    everything but the slow tests;  make test-all: everything
+# make docs    docs/api.md anew, from the docstrings
 # Both do all their own set-up. PYTEST_ARGS='-k verify -x' narrows the tests.
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ PARALLEL := -n 2 --dist worksteal
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 
 .DELETE_ON_ERROR:
-.PHONY: venv demo test test-all lint format clean
+.PHONY: venv demo test test-all lint format docs clean
 
 # ---- environment -------------------------------------------------------------------------------------------------
 
@@ -72,6 +73,9 @@ lint: venv
 format: venv
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
+
+docs: venv
+	$(PY) docs/make_api.py
 
 clean:
 	rm -rf runs artifacts build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

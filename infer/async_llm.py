@@ -55,12 +55,10 @@ class _Stream:
 
 
 class AsyncLLM:
-    """Generates for concurrent callers.
+    """Generates for concurrent callers. End it with `shutdown()`, or use it as an `async with` context.
 
     Args:
         llm: ready to generate; from now on it belongs to this object.
-
-    End it with `shutdown()`, or use it as an `async with` context.
     """
 
     def __init__(self, llm: LLM) -> None:

@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from infer.commands import bench, chat, check, generate, inspect, loadtest, plan, serve, sprinter
+from infer.commands import bench, chat, check, generate, inspect, loadtest, plan, serve, size, sprinter
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,6 +26,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m infer", description="Run an exported model, exactly and faster.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (generate, chat, serve, loadtest, plan, sprinter, bench, check, inspect):
+    for command in (generate, chat, serve, loadtest, plan, size, sprinter, bench, check, inspect):
         command.add(commands)
     return parser

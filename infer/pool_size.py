@@ -19,6 +19,12 @@ BYTES_PER_SCORE = 64
 _GIB = 1 << 30
 
 
+def bytes_per_block(manifest: Manifest, itemsize: int) -> int:
+    """Of K and V in all layers; `itemsize` is that of one number."""
+    base = manifest.base
+    return 2 * manifest.num_kv_layers * manifest.block_size * base.num_kv_heads * base.head_dim * itemsize
+
+
 def default_num_blocks(
     manifest: Manifest,
     itemsize: int,
@@ -41,7 +47,7 @@ def default_num_blocks(
         ValueError: the GPU has no room for one sequence.
     """
     base, size = manifest.base, manifest.block_size
-    block_bytes = 2 * manifest.num_kv_layers * size * base.num_kv_heads * base.head_dim * itemsize
+    block_bytes = bytes_per_block(manifest, itemsize)
     row = -(-manifest.limits.max_model_len // size) + num_scratch_blocks
     if device == "cpu":
         return 1 + max(row, min(max_num_seqs * row, DEFAULT_KV_BYTES // block_bytes))

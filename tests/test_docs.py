@@ -29,6 +29,13 @@ from tests.conftest import ROOT
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
 NAME = "smollm2-135m"
 PORT = ":8000"  # what the pages say; the test's server has another
+NOT_RUN = {  # of docs/deploy.md
+    "docker": "there is no Docker here; tests/test_deploy.py looks at what it is given",
+    "kubectl": "there is no cluster here; tests/test_deploy.py looks at what it is given",
+    "sbatch": "there is no SLURM here; tests/test_deploy.py runs the job's script with stand-ins",
+    "deploy/torchrun.sh": "tests/test_deploy.py runs it on two processes",
+    "lm_eval": "tests/infer/server/test_ecosystem.py runs it, where it is installed",
+}
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
@@ -39,6 +46,11 @@ def blocks(page: str) -> list[tuple[str, str]]:
 def commands(page: str) -> list[str]:
     """The lines of its shell blocks, without comments at their ends."""
     return [command for language, text in blocks(page) if language == "bash" for command in commands_of(text)]
+
+
+def program_of(command: str) -> str:
+    """The first word but for variables that are set before it."""
+    return next(word for word in shlex.split(command) if not re.match(r"[A-Z]+=", word))
 
 
 def commands_of(text: str) -> list[str]:
@@ -68,6 +80,9 @@ def test_every_command_parses(page: str, command: str, monkeypatch: pytest.Monke
     if words[0] == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
         assert set(words[1:]) <= set(targets)
+    elif program_of(command) in NOT_RUN:
+        files = [word for word in words if word.startswith(("deploy/", "configs/"))]
+        assert all(Path(word).is_file() for word in files), command
     else:
         assert words[:2] == ["python", "-m"], f"{page}: neither make nor python -m: {command}"
         parse(words[2], words[3:])
@@ -77,7 +92,8 @@ def test_every_command_parses(page: str, command: str, monkeypatch: pytest.Monke
 def test_shell_blocks_say_that_they_are(page: str) -> None:
     """So that no command hides in a block that nobody runs."""
     for language, text in blocks(page):
-        assert language == "bash" or not re.search(r"^(python -m|make|pip|curl) ", text, flags=re.MULTILINE), text
+        programs = "|".join(map(re.escape, ("python -m", "make", "pip", "curl", *NOT_RUN)))
+        assert language == "bash" or not re.search(rf"^({programs}) ", text, flags=re.MULTILINE), text
         assert language in ("bash", "python", ""), f"{page}: a block of {language!r}"
 
 
@@ -90,7 +106,7 @@ def test_links_lead_somewhere(page: str) -> None:
 
 @pytest.mark.parametrize("page", [*PAGES, "SECURITY.md"])
 def test_files_of_ours_that_are_named_exist(page: str) -> None:
-    for name in re.findall(r"`((?:configs|tests|infer|train|export)/[\w/.-]+\.\w+)`", (ROOT / page).read_text()):
+    for name in re.findall(r"`((?:configs|tests|infer|train|export|deploy)/[\w/.-]+\.\w+)`", (ROOT / page).read_text()):
         assert (ROOT / name).exists(), f"{page}: {name}"
 
 
@@ -158,8 +174,8 @@ class Shell:
 
     def run(self, command: str) -> None:
         command = command.replace(PORT, self.port).replace(f"--port {PORT[1:]}", f"--port {self.port[1:]}")
-        if command.startswith("make "):
-            return  # its recipes are commands like these, at the model's full size
+        if command.startswith("make ") or program_of(command) in NOT_RUN:
+            return  # make's recipes are commands like these, at the model's full size
         if "|" in command:
             line = re.sub(r"\bpython\b", shlex.quote(sys.executable), command)
             subprocess.run(["bash", "-o", "pipefail", "-c", line], check=True, env=self._environment(), timeout=300)

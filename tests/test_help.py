@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import train.cli
+
 ROOT = Path(__file__).parents[1]
 HEAVY = {"torch", "numpy", "transformers", "lightning", "datasets", "pandas", "pyarrow", "fastapi", "uvicorn", "rich"}
 PROGRAM = """
@@ -41,7 +43,8 @@ def infer_commands() -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("main", "commands"), [("infer.cli", infer_commands()), ("export.cli", [""]), ("train.cli", [""])]
+    ("main", "commands"),
+    [("infer.cli", infer_commands()), ("export.cli", [""]), ("train.cli", ["", *train.cli.COMMANDS])],
 )
 def test_help_loads_nothing_heavy(main: str, commands: list[str]) -> None:
     assert not loaded(main, *commands) & HEAVY

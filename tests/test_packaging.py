@@ -1,6 +1,11 @@
 """What the distribution holds: our three packages with all sub-packages, the configs, nothing else."""
 
+import os
 import re
+import shutil
+import subprocess
+import sys
+import sysconfig
 import tomllib
 from pathlib import Path
 
@@ -66,3 +71,40 @@ def test_console_scripts_stand_in_for_shadowed_packages() -> None:
 def test_every_extra_of_the_design_is_there() -> None:
     expected = {"onnx", "tensorrt", "structured", "serve", "ray", "plot", "gpu", "dev"}
     assert set(PROJECT["project"]["optional-dependencies"]) == expected
+
+
+@pytest.mark.slow
+def test_the_wheel_works_in_an_environment_of_its_own(tmp_path: Path) -> None:
+    """Built, installed and called from another folder; dependencies are this environment's, as there is no network."""
+    pytest.importorskip("setuptools", "77", reason="builds the wheel: pip install 'setuptools>=77'")
+    source, wheels, venv = tmp_path / "source", tmp_path / "wheels", tmp_path / "venv"
+    for name in (*PACKAGES, "configs"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "heads", "data"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    pip = ["-m", "pip", "--disable-pip-version-check", "--quiet"]
+    run(sys.executable, *pip, "wheel", str(source), "--no-deps", "--no-build-isolation", "--wheel-dir", str(wheels))
+    (wheel,) = wheels.glob("hispec-*.whl")
+    run(sys.executable, "-m", "venv", str(venv))
+    python = venv / "bin" / "python"
+    run(str(python), *pip, "install", "--no-deps", "--no-index", str(wheel))
+    (packages,) = venv.glob("lib/python*/site-packages")
+    (packages / "theirs.pth").write_text(f"{sysconfig.get_path('purelib')}\n")  # behind the wheel's own files
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for name in PACKAGES:
+        assert run(str(venv / "bin" / f"hispec-{name}"), "--help", cwd=elsewhere).startswith("usage:")
+    assert "--max-queue" in run(str(venv / "bin" / "hispec-infer"), "serve", "--help", cwd=elsewhere)
+    where = "import infer, infer.server, train; print(infer.__file__, train.__file__)"
+    files = [Path(file) for file in run(str(python), "-c", where, cwd=elsewhere).split()]
+    assert all(file.is_relative_to(venv) for file in files)
+    assert (files[0].parent / "server" / "page.html").is_file()
+    config = venv / "share" / "hispec" / "configs" / "smollm2-135m.yaml"
+    assert config.read_text() == (ROOT / "configs" / "smollm2-135m.yaml").read_text()
+
+
+def run(*command: str, cwd: Path | None = None) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

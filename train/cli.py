@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
-from train import commands
+from train import commands, option_help
 
 HELP = """\
 usage: python -m train COMMAND --config FILE [options]
@@ -57,6 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(HELP, end="")
         return 0 if argv else 2
     try:
+        if argv[0] in option_help.WHAT and {"-h", "--help"} & set(argv[1:]):
+            print(option_help.help_text(argv[0]), end="")
+            return 0
         return _command(argv[0])(argv[1:])
     except SystemExit as exit_:  # --help and --print_config
         if type(exit_).__name__ == "SIGTERMException":  # Lightning's; interrupted.ckpt is written

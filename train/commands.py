@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from train import measure_options, probe_options
 from train.lightning_cli import (
     GPU_TFLOPS,
     console,
@@ -57,11 +58,11 @@ def run_lint(argv: Sequence[str]) -> int:
 
 def run_probe(argv: Sequence[str]) -> int:
     """`probe`: the figures of exits that are not trained yet; on the first rank only."""
+    options, rest = probe_options.parse_options(argv)
     from lightning.pytorch.utilities import rank_zero_only
 
     from train import probe, probe_report
 
-    options, rest = probe.parse_options(argv)
     probe_report.check_files(options)
     quieten()
     cli = make_cli(["fit", *rest], run=False)
@@ -76,11 +77,11 @@ def run_probe(argv: Sequence[str]) -> int:
 
 def run_measure(argv: Sequence[str]) -> int:
     """`measure`: 1 if validation and engine differ by more than --tolerance."""
+    options, rest = measure_options.parse_options(argv)
     from infer.llm import LLM
     from train import measure
     from train.engine_author import check_base
 
-    options, rest = measure.parse_options(argv)
     quieten()
     cli = make_cli(["fit", *rest], run=False)
     module, data = cli.model, cli.datamodule

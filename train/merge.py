@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from train.base_model import find_tokenizer, quiet
-from train.model import read_heads_record
 from train.option_parser import OptionParser
-from train.reference import base_of, load_reference
 from train.whole_folder import whole_folder
 
 
@@ -20,6 +17,10 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     if args.output.exists():
         raise ValueError(f"--output {args.output} exists: choose another folder")
+    from train.base_model import find_tokenizer, quiet
+    from train.model import read_heads_record
+    from train.reference import base_of, load_reference
+
     record = read_heads_record(args.checkpoint)
     if "backbone" not in record:
         raise ValueError(

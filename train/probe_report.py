@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from infer.commands.options import check_output, write_whole
-from train.probe import Probe, ProbeOptions, TrainedExit
+from train.probe import Probe, TrainedExit
+from train.probe_options import ProbeOptions
 
 _DRAWINGS = (".png", ".svg")
 _FEW = 8  # labels per hidden dimension, below which a fit learns its tokens by heart

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from infer.hub import check_login, push_folder
-from train.model import read_heads_record
 from train.option_parser import OptionParser
-from train.promise import Promise
-from train.reference import describe_reference
+
+if TYPE_CHECKING:
+    from train.promise import Promise
 
 TAG = "hispec-heads"
 
@@ -22,6 +22,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="folder heads/ that `fit` wrote")
     parser.add_argument("--repo", required=True, metavar="OWNER/NAME", help="on the hub; public, if it is new")
     args = parser.parse_args(argv)
+    from train.model import read_heads_record
+    from train.promise import Promise
+
     record, promise = read_heads_record(args.checkpoint), Promise.read(args.checkpoint)
     check_login(args.repo)
     own = args.checkpoint / "README.md"
@@ -38,6 +41,8 @@ def heads_card(record: dict[str, Any], promise: Promise | None, repo: str) -> st
         record: of exits.json.
         promise: what validation says of the exits; None: nothing was written down.
     """
+    from train.reference import describe_reference
+
     base, backbone = record["base"]["name"], record.get("backbone")
     trained = base if backbone is None else backbone["trained_from"]["name"]
     lines = [f"# Early exits for {trained}", "", f"Heads that HiSpec trained onto `{trained}`."]

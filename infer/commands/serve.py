@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import os
+import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,5 +89,18 @@ def _run(args: argparse.Namespace) -> int:
         ssl_keyfile_password=os.environ.get("HISPEC_SSL_PASSWORD"),
         ssl_ca_certs=args.ssl_ca_certs,
     )
-    serve(options.load_llm(args, args.strategy, args.verification), settings, address)
+    with _ending_on_sigterm():
+        llm = options.load_llm(args, args.strategy, args.verification)
+    serve(llm, settings, address)
     return 0
+
+
+@contextlib.contextmanager
+def _ending_on_sigterm() -> Iterator[None]:
+    """While the model loads. The system lets a container's first process ignore signals that it has no handler for;
+    uvicorn's come later."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -6,6 +6,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 import anyio
 
@@ -36,6 +37,7 @@ class Job:
         self.error_code: str | None = None  # of what went wrong after its answer had begun
         self._engine, self._metrics = engine, metrics
         self._requests: list[Request] = []
+        self._is_echo_alone = False
         self._is_closed = False
 
     async def prepare(self, asked: ChatRequest | CompletionRequest, params: SamplingParams) -> None:
@@ -45,6 +47,7 @@ class Job:
             ValueError: what the model or its template can't do.
             ApiError: the ticket ended first.
         """
+        self._is_echo_alone = isinstance(asked, CompletionRequest) and asked.is_echo_alone
         for number in range(asked.num_prompts):
             request, echo = await self.ticket.wait(
                 self._engine.with_tokenizer(_prepare, self._engine.llm, asked, params, number, f"{self.id}-{number}")
@@ -68,7 +71,6 @@ class Job:
                 if item is None:
                     return
                 number, output = item
-                self.last[number] = output
                 for text in output.outputs:
                     check_finish(text)
                 if not has_token:
@@ -76,7 +78,8 @@ class Job:
                     self._metrics.note_first_token(self.ticket.age)
                 if output.finished:
                     self._metrics.note_finished(output)
-                yield item
+                self.last[number] = _without_texts(output) if self._is_echo_alone else output
+                yield number, self.last[number]
 
     async def finish(self) -> list[RequestOutput]:
         """The complete outputs, in the prompts' order."""
@@ -90,6 +93,23 @@ class Job:
             self._is_closed = True
             self._metrics.note_request(self.ticket.age)
             self.ticket.close()
+
+
+def _without_texts(output: RequestOutput) -> RequestOutput:
+    """Its prompt alone."""
+    texts = [
+        replace(
+            text,
+            text="",
+            token_ids=(),
+            finish_reason=text.finish_reason and "length",
+            stop_reason=None,
+            logprobs=None if text.logprobs is None else [],
+            proposers=b"",
+        )
+        for text in output.outputs
+    ]
+    return replace(output, outputs=tuple(texts))
 
 
 async def merged(

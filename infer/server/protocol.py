@@ -190,7 +190,7 @@ _PROMPT_SCHEMA = {
 class CompletionRequest(TextRequest):
     prompt: Annotated[list[str | list[int]], PlainValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
     max_tokens: int | None = None
-    """null: 16, as with OpenAI."""
+    """null: 16, as with OpenAI. 0, with echo: the prompt alone."""
     echo: bool | None = None
     """Put the prompt before the text, and its tokens before the text's in logprobs."""
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -200,6 +200,11 @@ class CompletionRequest(TextRequest):
     def num_prompts(self) -> int:
         return len(self.prompt)
 
+    @property
+    def is_echo_alone(self) -> bool:
+        """The prompt comes back, with its logprobs, and no text after it."""
+        return bool(self.echo) and self.max_tokens == 0
+
     def as_sent(self) -> list[str | list[int]]:
         """The prompts as they came, for the log."""
         return self.prompt
@@ -207,8 +212,9 @@ class CompletionRequest(TextRequest):
     def _lengths(self) -> dict[str, Any]:
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise ValueError(f"best_of={self.best_of} is not supported: leave it out, or give the value of n")
+        max_tokens = 16 if self.max_tokens is None else self.max_tokens
         return {
-            "max_tokens": 16 if self.max_tokens is None else self.max_tokens,
+            "max_tokens": 1 if self.is_echo_alone else max_tokens,  # scores of a prompt come with a token, not shown
             "logprobs": self.logprobs,
             "prompt_logprobs": self.logprobs if self.echo else None,
         }

@@ -9,7 +9,7 @@ import pytest
 
 from infer.params import SamplingParams
 from infer.structured_outputs import StructuredOutputsParams
-from tests.infer.server.harness import CHAT, MODEL, TEXT, ask, in_process, official, on_port, served, strict_json
+from tests.infer.server.harness import CHAT, MODEL, TEXT, ask, in_process, official, on_port, served, sse, strict_json
 
 MESSAGES = CHAT["messages"]
 PROMPT = TEXT["prompt"]
@@ -167,6 +167,37 @@ def test_echo_gives_the_prompt_and_its_logprobs(one, llm, form, reference):
         assert PROMPT[offset:].startswith(token)
     for (i, entry), token, top in zip(pairs, logprobs["tokens"][1:], logprobs["top_logprobs"][1:], strict=True):
         assert token == entry[i].decoded_token and token in top
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_without_a_text_gives_the_prompt_alone(one, llm, stream):
+    """max_tokens=0, as with OpenAI and vLLM."""
+    ids = list(llm.tokenizer(PROMPT)["input_ids"])
+    body = {"prompt": [PROMPT, "by the river"], "logprobs": 2, "echo": True, "temperature": 0, "n": 2}
+    with_text = ask(one, "/v1/completions", body | {"max_tokens": 1}).json()["choices"][0]["logprobs"]
+    alone = body | {"max_tokens": 0}
+    if stream:
+        chunks = sse(ask(one, "/v1/completions", alone | {"stream": True, "stream_options": {"include_usage": True}}))
+        *chunks, last = chunks
+        choices = sorted((choice for chunk in chunks for choice in chunk["choices"]), key=lambda one: one["index"])
+        usage = last["usage"]
+    else:
+        got = ask(one, "/v1/completions", alone).json()
+        choices, usage = got["choices"], got["usage"]
+    assert [choice["text"] for choice in choices] == [PROMPT, PROMPT, "by the river", "by the river"]
+    assert {choice["finish_reason"] for choice in choices} == {"length"}
+    assert usage["completion_tokens"] == 0 and usage["prompt_tokens"] == usage["total_tokens"] > len(ids)
+    found = choices[0]["logprobs"]
+    assert len(found["tokens"]) == len(ids)
+    for name, values in found.items():
+        assert values == with_text[name][: len(ids)], name
+    plain = ask(one, "/v1/completions", {"prompt": PROMPT, "echo": True, "max_tokens": 0}).json()["choices"][0]
+    assert plain["text"] == PROMPT and plain["logprobs"] is None
+
+
+def test_no_text_at_all_is_refused(one):
+    got = ask(one, "/v1/completions", {"prompt": PROMPT, "max_tokens": 0})
+    assert got.status_code == 400 and got.json()["error"]["param"] == "max_tokens"
 
 
 def test_a_logprob_that_json_has_no_number_for_becomes_openais_lowest():

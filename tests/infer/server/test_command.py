@@ -91,6 +91,22 @@ def test_a_server_for_this_machine_without_keys_is_called_by_its_names_alone(art
     assert args.run(args) == 0 and set(seen[0].allowed_hosts) == hosts
 
 
+def test_sigterm_ends_a_server_that_still_loads(artifact, monkeypatch):
+    """A handler of our own: without one, a container's first process would ignore the signal."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def load(*_):
+        assert signal.getsignal(signal.SIGTERM) not in (before, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("infer.commands.options.load_llm", load)
+    args = _parser().parse_args(["serve", str(artifact)])
+    with pytest.raises(SystemExit) as ended:
+        args.run(args)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
