@@ -41,7 +41,14 @@ def infer_commands() -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("main", "commands"), [("infer.cli", infer_commands()), ("export.cli", [""]), ("train.cli", [""])]
+    ("main", "commands"),
+    [
+        ("infer.cli", infer_commands()),
+        ("export.cli", [""]),
+        ("train.cli", [""]),
+        ("infer.integrations.ray", [""]),
+        ("infer.integrations.ray_serve", [""]),
+    ],
 )
 def test_help_loads_nothing_heavy(main: str, commands: list[str]) -> None:
     assert not loaded(main, *commands) & HEAVY
