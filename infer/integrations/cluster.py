@@ -33,13 +33,16 @@ def connected(address: str | None) -> Iterator[bool]:
     if ray.is_initialized():
         yield False
         return
-    is_started = not (address or os.environ.get("RAY_ADDRESS"))
+    joined = address or os.environ.get("RAY_ADDRESS")
     try:
-        ray.init(address, include_dashboard=False, runtime_env=_runtime_env())
+        if joined:
+            ray.init(joined)
+        else:  # and not the one that `ray start` may have left on this machine, which nobody has named
+            ray.init("local", include_dashboard=False, runtime_env=_runtime_env())
     except ConnectionError as error:
-        raise ValueError(f"no Ray cluster answers at {address or os.environ['RAY_ADDRESS']}: {error}") from error
+        raise ValueError(f"no Ray cluster answers at {joined}: {error}") from error
     try:
-        yield is_started
+        yield not joined
     finally:
         ray.shutdown()
 
@@ -58,7 +61,7 @@ def check_room(what: str, num: int, num_cpus: float, num_gpus: float) -> None:
 
 
 def _runtime_env() -> dict[str, Any]:
-    """So that workers find a clone that is not installed; machines of a cluster need it at the same place."""
+    """So that workers on this machine find a clone that is not installed."""
     root = Path(__file__).resolve().parents[2]
     if root.name in ("site-packages", "dist-packages"):
         return {}

@@ -69,7 +69,7 @@ class Server:
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._made
 
-    def check_health(self) -> None:
+    async def check_health(self) -> None:
         """Asked by Serve every few seconds; a replica that raises is replaced."""
         self._made.state.gate.check_engine()
 
@@ -221,16 +221,16 @@ def _run(args: argparse.Namespace) -> int:
     with connected(args.address) as is_started:
         if is_started:
             check_room("replicas", replicas.num, replicas.num_cpus, replicas.num_gpus)
+        for number in (signal.SIGTERM, signal.SIGINT):  # in place of Ray's own, which abort; replicas serve before
+            signal.signal(number, signal.default_int_handler)  # `serve.run` returns, so it may come at any time
         serve.start(http_options={"host": args.host, "port": args.port})
         try:
-            try:
-                serve.run(application, name=_NAME, route_prefix="/")
-            except RuntimeError as error:  # no replica could start; their logs have been shown
-                raise ValueError(f"the application could not be started: {error}") from error
-            stop = threading.Event()
-            for number in (signal.SIGTERM, signal.SIGINT):  # in place of Ray's own
-                signal.signal(number, lambda *_: stop.set())
-            stop.wait()
+            serve.run(application, name=_NAME, route_prefix="/")
+            threading.Event().wait()
+        except KeyboardInterrupt:
+            pass  # the end that was asked for
+        except RuntimeError as error:  # no replica could start; their logs have been shown
+            raise ValueError(f"the application could not be started: {error}") from error
         finally:
             if is_started:
                 serve.shutdown()
