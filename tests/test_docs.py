@@ -223,7 +223,7 @@ class Shell:
 
     def _serve(self, arguments: list[str]) -> None:
         self.server = subprocess.Popen([sys.executable, *arguments], env=self._environment())
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + 400  # two engines behind Ray take minutes on a busy machine
         while True:
             try:
                 urllib.request.urlopen(f"http://127.0.0.1{self.port}/ready", timeout=5)
