@@ -4,6 +4,7 @@ names are tiny: the model, its exits, the prompts. Quick tests: they parse, what
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import os
@@ -22,6 +23,7 @@ import pytest
 
 import export.cli
 import infer.cli
+import infer.integrations.ray_serve
 import train.cli
 import train.generate
 from tests.conftest import ROOT
@@ -36,6 +38,7 @@ NOT_RUN = {  # of docs/deploy.md
     "deploy/torchrun.sh": "tests/test_deploy.py runs it on two processes",
     "lm_eval": "tests/infer/server/test_ecosystem.py runs it, where it is installed",
 }
+RAY_SERVE = "serve run infer.integrations.ray_serve:app "
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
@@ -70,7 +73,8 @@ def parse(package: str, arguments: list[str]) -> None:
     elif package == "train":
         assert train.cli.main([*arguments, "--print_config"]) == 0
     else:
-        {"export": export.cli, "infer": infer.cli}[package]._parser().parse_args(arguments)
+        module = {"export": export.cli, "infer": infer.cli}.get(package) or importlib.import_module(package)
+        module._parser().parse_args(arguments)
 
 
 @pytest.mark.parametrize(("page", "command"), ALL)
@@ -83,6 +87,8 @@ def test_every_command_parses(page: str, command: str, monkeypatch: pytest.Monke
     elif program_of(command) in NOT_RUN:
         files = [word for word in words if word.startswith(("deploy/", "configs/"))]
         assert all(Path(word).is_file() for word in files), command
+    elif command.startswith(RAY_SERVE):
+        infer.integrations.ray_serve.parse(dict(word.split("=") for word in words[3:]))
     else:
         assert words[:2] == ["python", "-m"], f"{page}: neither make nor python -m: {command}"
         parse(words[2], words[3:])
@@ -92,7 +98,7 @@ def test_every_command_parses(page: str, command: str, monkeypatch: pytest.Monke
 def test_shell_blocks_say_that_they_are(page: str) -> None:
     """So that no command hides in a block that nobody runs."""
     for language, text in blocks(page):
-        programs = "|".join(map(re.escape, ("python -m", "make", "pip", "curl", *NOT_RUN)))
+        programs = "|".join(map(re.escape, ("python -m", "make", "pip", "curl", "serve", *NOT_RUN)))
         assert language == "bash" or not re.search(rf"^({programs}) ", text, flags=re.MULTILINE), text
         assert language in ("bash", "python", ""), f"{page}: a block of {language!r}"
 
@@ -163,14 +169,30 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable) -> 
     return folder
 
 
+SERVE_ON_PORT = """
+import signal, sys
+import ray
+from ray import serve
+from ray.serve.scripts import cli
+ray.init(include_dashboard=False)
+signal.signal(signal.SIGTERM, signal.default_int_handler)
+serve.start(http_options={"port": int(sys.argv.pop(1))})
+cli()
+"""
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f":{probe.getsockname()[1]}"
+
+
 class Shell:
     """Runs a page's commands; a server goes on until the page ends."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._folder, self._monkeypatch, self.server = folder, monkeypatch, None
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = f":{probe.getsockname()[1]}"
+        self.port = free_port()
 
     def run(self, command: str) -> None:
         command = command.replace(PORT, self.port).replace(f"--port {PORT[1:]}", f"--port {self.port[1:]}")
@@ -181,8 +203,20 @@ class Shell:
             subprocess.run(["bash", "-o", "pipefail", "-c", line], check=True, env=self._environment(), timeout=300)
             return
         package, *arguments = shlex.split(command)[2:]
-        if (package, arguments[0]) == ("infer", "serve"):
-            self._serve(arguments)
+        if package.startswith("infer.integrations."):
+            pytest.importorskip("ray", reason="needs the extra `ray`")
+        if command.startswith(RAY_SERVE):
+            self.close()
+            self.port = free_port()  # Serve's command has no option for it: it takes a running Serve as it is
+            self._serve(["-c", SERVE_ON_PORT, self.port[1:], "run", package, *arguments])
+            return
+        if package == "infer.integrations.ray_serve" or (package, arguments[0]) == ("infer", "serve"):
+            self._serve(["-m", package, *arguments])
+            return
+        if package == "infer.integrations.ray":
+            subprocess.run(
+                [sys.executable, "-m", package, *arguments], check=True, env=self._environment(), timeout=300
+            )
             return
         if (package, arguments[0]) == ("infer", "chat"):
             self._monkeypatch.setattr(sys, "stdin", io.StringIO("snow\n/stats\n"))
@@ -198,13 +232,14 @@ class Shell:
         if self.server is not None:
             self.server.terminate()
             assert self.server.wait(60) == 0
+            self.server = None
 
     def _environment(self) -> dict[str, str]:
-        return os.environ | {"PYTHONPATH": str(ROOT)}
+        return os.environ | {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
 
     def _serve(self, arguments: list[str]) -> None:
-        self.server = subprocess.Popen([sys.executable, "-m", "infer", *arguments], env=self._environment())
-        deadline = time.monotonic() + 240
+        self.server = subprocess.Popen([sys.executable, *arguments], env=self._environment())
+        deadline = time.monotonic() + 400  # two engines behind Ray take minutes on a busy machine
         while True:
             try:
                 urllib.request.urlopen(f"http://127.0.0.1{self.port}/ready", timeout=5)

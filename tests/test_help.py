@@ -44,7 +44,13 @@ def infer_commands() -> list[str]:
 
 @pytest.mark.parametrize(
     ("main", "commands"),
-    [("infer.cli", infer_commands()), ("export.cli", [""]), ("train.cli", ["", *train.cli.COMMANDS])],
+    [
+        ("infer.cli", infer_commands()),
+        ("export.cli", [""]),
+        ("train.cli", ["", *train.cli.COMMANDS]),
+        ("infer.integrations.ray", [""]),
+        ("infer.integrations.ray_serve", [""]),
+    ],
 )
 def test_help_loads_nothing_heavy(main: str, commands: list[str]) -> None:
     assert not loaded(main, *commands) & HEAVY

@@ -30,7 +30,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--prompts",
         type=Path,
-        help=".jsonl (prompt, turns or messages), .txt, a folder of .jsonl, or - for standard input",
+        help=".jsonl or .parquet (prompt, turns or messages), a folder of them, .txt, or - for standard input",
     )
     parser.add_argument(
         "--output", type=Path, help="write one JSON object per text to this file, in the prompts' order"

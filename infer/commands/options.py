@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from infer.llm import LLM
@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("artifact", help="folder that `python -m export` wrote")
+    add_llm_options(parser)
+
+
+def add_llm_options(parser: argparse.ArgumentParser) -> None:
+    """Those of `llm_options`."""
     parser.add_argument(
         "--backend",
         default="auto",
@@ -107,23 +112,27 @@ def policy_of(args: argparse.Namespace) -> Policy:
 def load_llm(args: argparse.Namespace, strategy: str, verification: str = "identity") -> LLM:
     from infer.llm import LLM
 
-    return LLM(
-        args.artifact,
-        strategy,
-        backend=args.backend,
-        dtype=args.dtype,
-        device=args.device,
-        enforce_eager=args.enforce_eager,
-        num_blocks=args.num_blocks,
-        gpu_memory_utilization=args.gpu_memory_utilization,
-        max_num_seqs=args.max_num_seqs,
-        max_num_prefill_tokens=args.max_num_prefill_tokens,
-        enable_prefix_caching=args.enable_prefix_caching,
-        bitwise=args.bitwise,
-        verification=verification,
-        allow_lossy=args.allow_lossy,
+    return LLM(args.artifact, **llm_options(args, strategy, verification))
+
+
+def llm_options(args: argparse.Namespace, strategy: str, verification: str = "identity") -> dict[str, Any]:
+    """`LLM`'s keyword arguments, of plain types, as they also travel to other processes."""
+    return {
+        "strategy": strategy,
+        "backend": args.backend,
+        "dtype": args.dtype,
+        "device": args.device,
+        "enforce_eager": args.enforce_eager,
+        "num_blocks": args.num_blocks,
+        "gpu_memory_utilization": args.gpu_memory_utilization,
+        "max_num_seqs": args.max_num_seqs,
+        "max_num_prefill_tokens": args.max_num_prefill_tokens,
+        "enable_prefix_caching": args.enable_prefix_caching,
+        "bitwise": args.bitwise,
+        "verification": verification,
+        "allow_lossy": args.allow_lossy,
         **asdict(policy_of(args)),
-    )
+    }
 
 
 # ---- what is decoded, and in which ways ----

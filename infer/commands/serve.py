@@ -8,11 +8,14 @@ import importlib.util
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from infer.commands import options
+
+if TYPE_CHECKING:
+    from infer.server.settings import Settings
 
 PACKAGES = ("fastapi", "uvicorn", "sse_starlette", "prometheus_client")  # of the extra `serve`
 API_KEY_VARIABLE = "HISPEC_API_KEY"  # arguments can be read by everybody on the machine
@@ -27,6 +30,15 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 serves other machines too (default 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="default 8000; 0 takes a free one")
+    add_settings_options(parser)
+    parser.add_argument("--ssl-certfile", help="serve over TLS with this certificate")
+    parser.add_argument("--ssl-keyfile", help="its key; the password, if it has one, in HISPEC_SSL_PASSWORD")
+    parser.add_argument("--ssl-ca-certs", help="let only clients in whose certificate one of these has signed")
+    parser.set_defaults(run=_run)
+
+
+def add_settings_options(parser: argparse.ArgumentParser) -> None:
+    """Those of `settings_of`."""
     parser.add_argument("--served-model-name", help="what clients ask for; default: the artifact's folder name")
     parser.add_argument(
         "--api-key",
@@ -52,28 +64,12 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--max-body-mib", type=float, default=4.0, help="largest body of a request (default 4)")
     parser.add_argument("--log-prompts", action="store_true", help="write prompts into the log")
-    parser.add_argument("--ssl-certfile", help="serve over TLS with this certificate")
-    parser.add_argument("--ssl-keyfile", help="its key; the password, if it has one, in HISPEC_SSL_PASSWORD")
-    parser.add_argument("--ssl-ca-certs", help="let only clients in whose certificate one of these has signed")
-    parser.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
-    from infer.server.settings import MIB, Settings, names_of_loopback
+    from infer.server.settings import names_of_loopback
 
-    keys = [*args.api_key, *([os.environ[API_KEY_VARIABLE]] if API_KEY_VARIABLE in os.environ else [])]
-    hosts = args.allowed_hosts or (() if keys else names_of_loopback(args.host))
-    settings = Settings(
-        model=Path(args.artifact).resolve().name if args.served_model_name is None else args.served_model_name,
-        api_keys=tuple(keys),
-        allowed_hosts=() if "*" in hosts else tuple(hosts),
-        max_queue=args.max_queue,
-        request_timeout=args.request_timeout or None,
-        drain_timeout=args.drain_timeout,
-        stuck_timeout=args.stuck_timeout,
-        max_body_bytes=int(args.max_body_mib * MIB),
-        log_prompts=args.log_prompts,
-    )
+    settings = settings_of(args, names_of_loopback(args.host))
     if args.ssl_certfile is None and (args.ssl_keyfile or args.ssl_ca_certs):
         raise ValueError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile")
     for package in PACKAGES:
@@ -104,3 +100,25 @@ def _ending_on_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def settings_of(args: argparse.Namespace, own_names: Sequence[str] = ()) -> Settings:
+    """
+    Args:
+        own_names: what the Host header may say where there is neither a key nor --allowed-hosts; empty: anything.
+    """
+    from infer.server.settings import MIB, Settings
+
+    keys = [*args.api_key, *([os.environ[API_KEY_VARIABLE]] if API_KEY_VARIABLE in os.environ else [])]
+    hosts = args.allowed_hosts or (() if keys else own_names)
+    return Settings(
+        model=Path(args.artifact).resolve().name if args.served_model_name is None else args.served_model_name,
+        api_keys=tuple(keys),
+        allowed_hosts=() if "*" in hosts else tuple(hosts),
+        max_queue=args.max_queue,
+        request_timeout=args.request_timeout or None,
+        drain_timeout=args.drain_timeout,
+        stuck_timeout=args.stuck_timeout,
+        max_body_bytes=int(args.max_body_mib * MIB),
+        log_prompts=args.log_prompts,
+    )

@@ -80,6 +80,8 @@ def serve(llm: LLM, settings: Settings, address: Address) -> None:
                 ssl_keyfile_password=address.ssl_keyfile_password,
                 ssl_ca_certs=address.ssl_ca_certs,
                 ssl_cert_reqs=2 if address.ssl_ca_certs else 0,  # ssl.CERT_REQUIRED, ssl.CERT_NONE
+                loop="asyncio",  # both as tested, whatever else is installed: Ray brings uvloop and httptools
+                http="h11",
                 ws="none",
                 lifespan="on",
                 access_log=False,

@@ -125,7 +125,8 @@ def on_port(one: Served, **options: Any) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    config = uvicorn.Config(one.app, host="127.0.0.1", port=port, ws="none", log_level="warning", **options)
+    as_served = {"loop": "asyncio", "http": "h11", "ws": "none", "log_level": "warning"}
+    config = uvicorn.Config(one.app, host="127.0.0.1", port=port, **(as_served | options))
     server = DrainingServer(config, one.gate)
     thread = threading.Thread(target=server.run)
     thread.start()
