@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from infer.lookahead_round import num_scratch_blocks
+from infer.hispec import num_scratch_blocks
 from infer.manifest import Manifest
 from infer.plan import Plan
 from infer.planner import PLAIN

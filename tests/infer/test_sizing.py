@@ -9,7 +9,7 @@ import pytest
 
 from infer.artifact import Artifact
 from infer.cli import main
-from infer.lookahead_round import num_scratch_blocks
+from infer.hispec import num_scratch_blocks
 from infer.plan import Conditions, Figure, Plan, PlanEntry, Sample, write_plan
 from infer.pool_size import BYTES_PER_SCORE
 from infer.sizing import PROCESS_BYTES, Load, Replica, choose, replicas
