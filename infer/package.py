@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import stat
 import zipfile
+import zlib
 from pathlib import Path, PurePosixPath
 
 from infer.manifest import EXPORT_AGAIN
@@ -24,6 +25,8 @@ _CODE_FOLDER = "data/aotinductor/model"
 _MARKS = frozenset({"archive_format", "archive_version", "version", "byteorder", ".data/version",
                     ".data/serialization_id"})  # fmt: skip
 _PICKLED = frozenset({".pt", ".pth", ".pkl", ".pickle"})
+# What Python's zipfile raises at damaged archives, besides its own error
+_UNREADABLE = (zipfile.BadZipFile, NotImplementedError, UnicodeDecodeError, OSError, EOFError, RuntimeError, zlib.error)
 _MAX_METADATA = 1 << 16  # bytes; they are some hundred
 
 
@@ -36,7 +39,7 @@ def check_package(path: Path, program: str) -> None:
             names = set(told) - {None}  # not every member has it
             for name in names or {None}:
                 check_owner(path, name, program)
-    except (zipfile.BadZipFile, NotImplementedError, UnicodeDecodeError) as error:
+    except _UNREADABLE as error:
         raise ValueError(f"{path}: no package that PyTorch could have written ({error}); {EXPORT_AGAIN}") from error
 
 

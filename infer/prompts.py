@@ -72,7 +72,10 @@ def read_records(path: Path) -> Iterator[Record]:
     else:
         with path.open(encoding="utf-8-sig") as lines:
             rows = _lines(lines, str(path), path.stem, is_json=path.suffix != ".txt")
-            yield from _checked(rows, str(path))
+            try:
+                yield from _checked(rows, str(path))
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
 
 
 def prompt_row(record: Record) -> PromptRow:
@@ -115,7 +118,7 @@ def _parquet_rows(path: Path) -> Iterator[Record]:
                 for fields in batch.to_pylist():
                     number += 1
                     yield Record(_id(fields, path.stem, number), fields, f"{path}: row {number}", path.stem)
-    except ArrowException as error:
+    except (OSError, ArrowException) as error:
         raise ValueError(f"{path} can't be read as Parquet: {error}") from error
 
 
@@ -129,6 +132,8 @@ def _parse(line: str, where: str) -> Mapping[str, Any]:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not JSON ({error.msg})") from None
+    except (RecursionError, ValueError) as error:  # thousands of brackets, or of digits
+        raise ValueError(f"{where}: JSON that can't be read ({error})") from error
     if not isinstance(record, dict):
         raise ValueError(
             f"{where}: expected an object with 'prompt', 'turns' or 'messages', got {type(record).__name__}"
