@@ -85,7 +85,7 @@ class Engine:
             raise ValueError(
                 f"request {request.request_id}: prompt of {len(request.prompt_token_ids)} tokens and up to "
                 f"{request.max_len - len(request.prompt_token_ids)} new ones need {needed} KV blocks of "
-                f"{self.pool.block_size}{f' ({scratch} to look ahead)' if scratch else ''}, the pool has {usable}: "
+                f"{self.pool.block_size}{f' ({scratch} for branches)' if scratch else ''}, the pool has {usable}: "
                 "lower max_tokens, or give LLM a larger num_blocks"
             )
 

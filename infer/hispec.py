@@ -196,9 +196,10 @@ class Round:
         return self.runner.exits[tier].has_kv and len(row) + num_coming - row.exit_cursors[tier] >= RING_SIZE
 
     def _keep_up(self, rows: Sequence[Row]) -> None:
-        """Let exits compute their keys in rows that decode plainly for a while, before the states for them are lost."""
+        """Let exits compute their keys in rows that decode plainly for a while, before the states for them are written
+        over, be it by the next round, which may speculate."""
         for tier in dict.fromkeys(self.judging_tiers[:-1]) if rows else ():
-            self._catch_up([row for row in rows if self._is_late(row, tier, 1)], tier)
+            self._catch_up([row for row in rows if self._is_late(row, tier, self.reach)], tier)
 
     def _catch_up(self, rows: list[Row], tier: int) -> None:
         if rows:

@@ -69,7 +69,8 @@ class LLM:
         num_branches, branch_threshold: of `layerskip` and `ngram_layerskip`: beside what the exit drafted, so many of
             its other candidates are verified too, those to which it gives at least that probability.
         adaptive: decode a text plainly while speculation does not pay in it, and try again later (`payoff`). None: with
-            `auto`, under the rule `identity`, where no text depends on it.
+            `auto`, under the rule `identity`, where no text depends on it; without it a plan's strategy may be slower
+            than plain decoding in such texts.
         verification: `identity` gives sampled requests plain decoding's very tokens; `rejection` accepts more of them
             and gives plain decoding's law. Greedy requests get the same tokens by either. What `rejection` says to a
             seed depends on what was drafted, and so, with exits that read the target's state (`context`), on the prefix
@@ -230,6 +231,8 @@ class LLM:
         runner = self.engine.runner
         if bitwise is not None and bitwise != runner.bitwise:
             runner.bind(self._graphed(bitwise), bitwise=bitwise)
+            self._payoffs.clear()  # calls take other times
+            self._set(self.strategy, self.policy, verification, adaptive=adaptive)
 
     def supported(self, policy: Policy, verifications: Sequence[str] = ("identity",)) -> list[str]:
         """The strategies that the artifact has the exits for, with queries within its limits, under all these rules;
@@ -370,7 +373,13 @@ class LLM:
         if not self._has_graphs:
             return self._programs
         return with_graphs(
-            self._programs, self.build.programs, self.manifest, self.max_num_seqs, CudaCapture(), bitwise
+            # branches make more rows of a call than there are sequences
+            self._programs,
+            self.build.programs,
+            self.manifest,
+            self.manifest.limits.max_batch,
+            CudaCapture(),
+            bitwise,
         )
 
     def _stages(self, strategy: str, policy: Policy) -> list[Stage]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from infer.row import Row
 
 KEPT = 9  # times of the latest rounds, whose median counts: a stall of the machine must not decide anything
-FEWEST_PLAIN, FEWEST_SPECULATING = 2, 3  # rounds before their times are believed
+FEWEST_PLAIN, FEWEST_SPECULATING = 3, 3  # rounds before their times are believed
 ROUNDS_BETWEEN_PLAIN = 64  # while speculation pays: a plain round now and then, as costs drift
 SHORTEST_PAUSE, LONGEST_PAUSE = 8, 128  # plain rounds before speculation is tried again
 ROW_WEIGHT, USUAL_WEIGHT = 0.15, 0.02  # of the latest round in a row's average, and in the average over all rows
@@ -44,6 +44,7 @@ class Payoff:
     def __init__(self) -> None:
         self._sizes: dict[int, _Size] = defaultdict(_Size)  # numbers of rows that differ by less than a factor of two
         self._usual = 0.0  # tokens that a speculating round gives a row
+        self._has_speculated = False  # in the latest round
 
     def choose(self, rows: Sequence[Row]) -> bool:
         """Whether the next round speculates, which is written into its rows."""
@@ -68,10 +69,12 @@ class Payoff:
         """A round is done: tokens that each row gained, and what it took."""
         size = self._sizes[len(rows).bit_length()]
         speculated = [(row, number) for row, number in zip(rows, num_gained, strict=True) if row.speculates]
+        is_usual, self._has_speculated = self._has_speculated, bool(speculated)
         if not speculated:
             size.plain.append(seconds)
             return
-        size.speculating.append(seconds)
+        if is_usual:  # the first such round also brings exits up to the rows' ends
+            size.speculating.append(seconds)
         for row, number in speculated:
             self._usual += (USUAL_WEIGHT if self._usual else 1.0) * (number - self._usual)
             before = row.gain or self._usual

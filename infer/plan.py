@@ -22,7 +22,7 @@ from infer.manifest import BuildInfo, Manifest
 from infer.records import MAX_JSON, load_json, read_record
 from infer.strategy import Policy, stages_of
 
-FORMAT_VERSION = 3  # 3: entries have every strategy's best numbers, adadecode's and lookahead's among them
+FORMAT_VERSION = 4  # 4: settings have branches
 PLAN_AGAIN = "make one with python -m infer plan ARTIFACT (see python -m infer plan --help)"
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from infer.branch_round import BranchRound
@@ -54,9 +55,11 @@ class TreeRound(BranchRound):
         number = min(self.stages[0].num_branches + 1, lines.logits.shape[-1])
         logits = lines.logits.float()  # a line for each row, as nothing is proposed to this exit
         values, places = logits.topk(number)
-        chances = (values - logits.logsumexp(dim=-1, keepdim=True)).exp().tolist()
-        ids = (places if lines.ids is None else lines.ids[places]).tolist()
-        for row, of_row, chances_of_row in zip(lines.rows, ids, chances, strict=True):
+        chances = (values - logits.logsumexp(dim=-1, keepdim=True)).exp()
+        ids = places if lines.ids is None else lines.ids[places]
+        both = torch.stack([chances.double(), ids.double()]).tolist()  # at once, as each is a host synchronisation
+        for row, chances_of_row, numbers in zip(lines.rows, *both, strict=True):
+            of_row = [int(number) for number in numbers]
             drafted, place = row.token_ids[-1], len(row) - 1
             before = self._chances.get(row, 1.0)
             own = dict(zip(of_row, chances_of_row, strict=True))

@@ -214,9 +214,12 @@ def batch_sizes(args: argparse.Namespace) -> list[int]:
 
 def token_ids(llm: LLM, row: PromptRow, raw: bool = False) -> list[int]:
     """The row's conversation in the chat template; its text alone if there is none, or `raw`."""
-    if raw or not llm.tokenizer.chat_template:
+    if not raw and llm.tokenizer.chat_template:
+        return llm.chat_prompt(row.messages)
+    try:
         return list(llm.tokenizer(row.text)["input_ids"])
-    return llm.chat_prompt(row.messages)
+    except TypeError as error:  # in whose words half a character is no text
+        raise ValueError(f"prompt {row.id}: not a text that can be tokenized ({error})") from error
 
 
 # ---- files and the terminal ----

@@ -91,10 +91,11 @@ def finished_before(path: Path, ids: Sequence[str]) -> Counts | None:
     if path.suffix == ".jsonl":
         check_complete(path, [(name, 0) for name in ids])
         return _count(_rows(path))
-    from pyarrow.parquet import read_table
+    from pyarrow.parquet import read_schema, read_table
 
-    table = read_table(path, columns=["id", "error"])
-    if table.column("id").to_pylist() != list(ids):
+    has_answers = {"id", "error"} <= set(read_schema(path).names)
+    table = read_table(path, columns=["id", "error"] if has_answers else [])
+    if not has_answers or table.column("id").to_pylist() != list(ids):
         raise ValueError(
             f"--resume: {path} has the answers to other rows: resume with its own input, name another output, or leave "
             "--resume out to write over it"

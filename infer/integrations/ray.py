@@ -122,11 +122,21 @@ def _rows(path: Path) -> list[dict[str, Any]]:
                 f"{record.where} and {places[record.id]} have one id, {record.id!r}: give each row one of its own, or "
                 "leave it out to have it made"
             )
+        if not _is_text(record.id):
+            raise ValueError(f"{record.where}: id={record.id!r} holds half a character: give the row another one")
         places[record.id] = record.where
         fields = {name: value for name in KEPT if (value := record.fields.get(name)) is not None}
-        text = json.dumps(fields, ensure_ascii=False, default=str)
+        text = json.dumps(fields, default=str)
         rows.append({"number": number, "id": record.id, "where": record.where, "fields": text})
     return rows
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _run(

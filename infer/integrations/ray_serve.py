@@ -124,21 +124,26 @@ def app(args: dict[str, Any]) -> Application:
 
 def parse(args: Mapping[str, Any]) -> argparse.Namespace:
     """The options of `python -m infer.integrations.ray_serve` out of a mapping: true is a flag that is given, false one
-    that is not.
+    that is not, a list an option with several values, and null one that is left out.
 
     Raises:
         ValueError: an option is unknown, or its value is none.
     """
     argv = []
+    parser = _app_parser(_Raising)
+    takes_many = {option for action in parser._actions if action.nargs for option in action.option_strings}
     for name, value in args.items():
-        flag, text = f"--{name.replace('_', '-')}", str(value)
-        if text.lower() == "true":
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, (list, tuple)):
+            texts = [str(one) for one in value]
+            argv += [flag, *texts] if flag in takes_many else [f"{flag}={text}" for text in texts]
+        elif str(value).lower() == "true":
             argv.append(flag)
-        elif text.lower() == "false":
+        elif str(value).lower() == "false":
             argv += [f"--no-{flag[2:]}"] if name == "bitwise" else []
-        else:
-            argv.append(f"{flag}={text}")
-    return _app_parser(_Raising).parse_args(argv)
+        elif value is not None:
+            argv.append(f"{flag}={value}")
+    return parser.parse_args(argv)
 
 
 class _Raising(argparse.ArgumentParser):

@@ -147,7 +147,7 @@ def test_scratch_blocks_are_counted_where_a_request_could_never_fit():
     tiny = Tiny(model_of(), "lookahead", SMALL, num_blocks=20)
     assert tiny.round.num_scratch_blocks == 5 * 2
     tiny.engine.check_fits(tiny.request([5] * 30, SamplingParams(max_tokens=6)))
-    with pytest.raises(ValueError, match=r"need 20 KV blocks of 4 \(10 to look ahead\), the pool has 19"):
+    with pytest.raises(ValueError, match=r"need 20 KV blocks of 4 \(10 for branches\), the pool has 19"):
         tiny.engine.check_fits(tiny.request([5] * 30, SamplingParams(max_tokens=10)))
 
 

@@ -211,7 +211,7 @@ def test_a_plan_of_another_version_of_a_package_is_set_aside(
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        (lambda data: data.update(format_version=99), "format_version=99, this HiSpec reads 3"),
+        (lambda data: data.update(format_version=99), "format_version=99, this HiSpec reads 4"),
         (lambda data: data.pop("sample"), "field 'sample' is missing"),
         (lambda data: data["entries"][0]["chosen"]["policy"].pop("window"), "field 'window' is missing"),
         (lambda data: data["entries"][0].update(batch_size="1"), "entries[0]: batch_size: got '1', expected int"),

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from pyarrow import ArrowInvalid
-from pyarrow.parquet import read_table
+from pyarrow.parquet import read_table, write_table
 
 from infer.integrations import answer_file
 from infer.integrations.answer_file import AnswerFile, Counts, finished_before
@@ -96,3 +97,10 @@ def test_parquet_that_can_t_be_written_leaves_nothing_half(tmp_path):
 def test_the_name_says_the_format(tmp_path):
     with pytest.raises(ValueError, match=r"must end in \.jsonl or \.parquet"):
         AnswerFile(tmp_path / "out.csv", IDS, resume=False)
+
+
+def test_a_parquet_file_of_something_else_is_not_gone_on_with(tmp_path):
+    path = tmp_path / "out.parquet"
+    write_table(pa.table({"prompt": ["x"]}), path)
+    with pytest.raises(ValueError, match=r"--resume: .*out\.parquet has the answers to other rows"):
+        finished_before(path, ["a"])

@@ -117,3 +117,11 @@ def test_a_row_s_values_replace_the_job_s_one_by_one():
     form = merged(job, {"structured_outputs": {"choice": ["yes", "no"], "regex": None}}, "here").structured_outputs
     assert form is not None and form.choice == ("yes", "no")
     assert merged(job, None, "here") is job
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_half_a_character_fails_its_own_row_at_most(artifact, tmp_path, raw):
+    worker = Generator(str(artifact), ENGINE, PARAMS, raw)
+    answers = worker(asked(tmp_path, {"prompt": "\ud800x"}, {"prompt": "Hello"})).to_pylist()
+    assert [a["number"] for a in answers] == [0, 1] and answers[1]["error"] is None
+    assert not raw or answers[0]["error"]

@@ -128,3 +128,18 @@ def test_a_wrong_argument_of_serve_is_an_error_and_no_exit(given):
 def test_replicas_that_can_t_be_are_refused(values, reason):
     with pytest.raises(ValueError, match=reason):
         ray_serve.Replicas(**values)
+
+
+def test_options_out_of_a_mapping_have_lists_and_nothing():
+    parsed = ray_serve.parse(
+        {"artifact": "a", "api_key": ["k1", "k2"], "allowed_hosts": ["x", "y"], "max_replicas": None, "bitwise": False}
+    )
+    assert (parsed.api_key, parsed.allowed_hosts, parsed.max_replicas) == (["k1", "k2"], ["x", "y"], None)
+    assert parsed.bitwise is False and ray_serve.parse({"artifact": "a", "api_key": "k"}).api_key == ["k"]
+
+
+def test_an_id_with_half_a_character_is_refused_by_its_line(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"id": "a", "prompt": "x"}\n{"id": "\\ud800", "prompt": "x"}\n')
+    with pytest.raises(ValueError, match=r"in\.jsonl:2: id='\\ud800' holds half a character"):
+        _rows(path)

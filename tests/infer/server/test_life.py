@@ -1,6 +1,7 @@
 """Clients leave, queues fill, time runs out, engines die, servers stop: each has one outcome, and blocks come back."""
 
 import asyncio
+import itertools
 import json
 import logging
 import signal
@@ -151,6 +152,17 @@ def test_the_official_client_comes_again_by_itself(narrow):
         one.restore()
         assert official(address, max_retries=9).completions.create(**TEXT).choices[0].text
         assert running().status_code == 200
+
+
+def test_a_clock_that_jumps_ends_no_request_and_changes_no_text(llm, monkeypatch):
+    with served(llm, request_timeout=30) as one, on_port(one) as address:
+        client = official(address)
+        calm = client.completions.create(**TEXT).choices[0].text
+        now, jumps = time.time, itertools.cycle([0, 3e8, -3e8])  # years
+        monkeypatch.setattr(time, "time", lambda: now() + next(jumps))
+        assert client.completions.create(**TEXT).choices[0].text == calm
+        streamed = [chunk.choices[0].text for chunk in client.completions.create(**TEXT, stream=True)]
+        assert "".join(streamed) == calm
 
 
 @pytest.mark.parametrize("is_waiting", [False, True])
