@@ -9,6 +9,7 @@ from infer import backends, calibration
 from infer.artifact import PLAN, Artifact
 from infer.cli import main
 from infer.params import SamplingParams
+from infer.plan import FORMAT_VERSION
 from infer.strategy import Policy
 from tests.infer.test_calibration import as_intermediate, slowed
 from tests.infer.test_profile import Clock
@@ -43,7 +44,7 @@ def test_it_writes_the_plan_prints_it_and_auto_follows_it(artifact: Path, capsys
     assert record["sample"] == {
         "num_prompts": 2, "max_tokens": 20, "temperature": 0.0, "seed": None, "margin": 0.03
     }  # fmt: skip
-    assert record["conditions"]["backend"] == "eager" and record["format_version"] == 3
+    assert record["conditions"]["backend"] == "eager" and record["format_version"] == FORMAT_VERSION
     for one in record["entries"]:
         assert one["chosen"]["strategy"] == "hispec" and one["chosen"]["ratio"] > 1.5
         assert f"{one['chosen']['ratio']:.2f}" in shown.out
