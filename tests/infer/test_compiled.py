@@ -39,9 +39,8 @@ def no_recompilation() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore:backend='compile'")
-@pytest.mark.parametrize(
-    "strategy", ["layerskip", *(pytest.param(name, marks=pytest.mark.slow) for name in ("autoregressive", "hispec"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["layerskip", "autoregressive", "hispec"])
 @pytest.mark.usefixtures("quick", "no_recompilation")
 def test_it_serves_the_tokens_of_eager(artifact: Path, strategy: str) -> None:
     expected = [
