@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 TABLE = "bench.md"
 Rows = Sequence[Mapping[str, Any]]
+_NUM_COLORS = 10  # of matplotlib's cycle
 
 
 def check_folder(folder: Path) -> None:
@@ -101,7 +102,7 @@ def _by_workload(rows: Rows) -> Figure | None:
     axes.set_xticks(range(len(workloads)), workloads)
     axes.axhline(1, color="0.4", linewidth=0.8)
     axes.set_ylabel("ratio to plain decoding")
-    axes.legend(fontsize="small", ncols=2)
+    axes.legend(fontsize="small", ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.08))  # below: bars fill the rest
     return figure
 
 
@@ -162,7 +163,8 @@ def _draw_bars(axes: Axes, heights: Mapping[str, Sequence[float]]) -> None:
     width = 0.8 / len(heights)
     for number, (name, own) in enumerate(heights.items()):
         offset = (number - (len(heights) - 1) / 2) * width
-        axes.bar([place + offset for place in range(len(own))], own, width, label=name)
+        hatch = "//" if number >= _NUM_COLORS else None  # colors come again
+        axes.bar([place + offset for place in range(len(own))], own, width, label=name, hatch=hatch)
 
 
 def _new(title: str) -> tuple[Figure, Axes]:
