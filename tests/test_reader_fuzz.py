@@ -1,7 +1,7 @@
 """Damaged files of all kinds: a reader refuses them with a ValueError, or reads what they hold, and does nothing else.
 
 No other exception, no hang (hypothesis' deadline), no file written or changed. `HISPEC_FUZZ_EXAMPLES` is how many for
-each reader; the slow test has more of them (RELIABILITY.md has a run of twenty minutes).
+each reader in the slow test, which has more of them (RELIABILITY.md says what was run).
 """
 
 from __future__ import annotations
