@@ -37,10 +37,10 @@ class BranchRound(Round):
         self._keep_best(guesses, self._lines(owners, level, tier, logits, starts, texts), tier, logits, scores)
         return scores.logits[num_lines:]
 
-    def _note_states(self, row: Row, number: int, branch: Branch, num_kept: int, scores: BranchScores) -> None:
-        """Of the best branch, the `number`-th, the first tokens are kept, its first one included; the row's cursors
-        stand behind them. By default no ring gets their states, so that no exit can read them."""
-        row.first_state = row.cursors[-1]
+    def _note_states(self, branch: Branch, num_kept: int, states: Sequence[Sequence[Tensor]]) -> None:
+        """Of its row's best branch so many tokens are kept, the row's cursors stand behind them, and `states` are the
+        branch's (`BranchScores.states`). By default no ring gets them, so that no exit can read them."""
+        branch.row.first_state = branch.row.cursors[-1]
 
     def _copy_begun_blocks(self, branches: Sequence[Branch]) -> None:
         """Give branches what they read of the row in the block in which they begin."""
@@ -82,7 +82,7 @@ class BranchRound(Round):
                 row.append(token_id, self.proposer)
             row.cursors = [len(row)] * len(row.cursors)
             self._write(row, lines, number, tier, verdicts[number], is_broken and is_broken[here], logits[here])
-            self._note_states(row, number, branch, 1 + num_accepted, scores)
+            self._note_states(branch, 1 + num_accepted, scores.states[number])
         self.runner.move(sources, targets)
 
 

@@ -48,7 +48,6 @@ class Engine:
         max_num_seqs: most rows that run at once.
         max_num_prefill_tokens: most tokens that a step prefills; a step with work for it does at least one chunk.
         prefix_cache: over the same pool; None computes every prompt.
-        payoff: decides which rounds speculate; None: all do.
     """
 
     def __init__(
@@ -59,11 +58,10 @@ class Engine:
         max_num_seqs: int,
         max_num_prefill_tokens: int = 512,
         prefix_cache: PrefixCache | None = None,
-        payoff: Payoff | None = None,
     ) -> None:
         self.runner = runner
         self.round = round_
-        self.payoff = payoff
+        self.payoff: Payoff | None = None  # decides which rounds speculate; None: all do
         self.pool = pool
         self.kv = KVManager(pool, runner, prefix_cache)
         self.waiting: deque[Request] = deque()

@@ -20,7 +20,7 @@ from infer.branches import Branch, Scratch
 from infer.hispec import Stage
 from infer.judging import Lines, Rule
 from infer.row import Row
-from infer.runner import BranchScores, Runner
+from infer.runner import Runner
 from infer.verify import Verdict
 
 
@@ -92,6 +92,6 @@ class TreeRound(BranchRound):
             branches.append(scratch.branch(tokens, len(tokens)))
         return branches
 
-    def _note_states(self, row: Row, number: int, branch: Branch, num_kept: int, scores: BranchScores) -> None:
+    def _note_states(self, branch: Branch, num_kept: int, states: Sequence[Sequence[Tensor]]) -> None:
         """The drafting exit reads the states of what the row keeps, as after any other round."""
-        self.runner.keep_states(row, branch.start, num_kept, scores.states[number])
+        self.runner.keep_states(branch.row, branch.start, num_kept, states)

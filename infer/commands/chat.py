@@ -17,10 +17,7 @@ def add(commands: Any) -> None:
     parser = commands.add_parser("chat", help="talk with the model in the terminal, or line by line through pipes")
     options.add_engine_options(parser)
     add_sampling_options(parser)
-    parser.add_argument("--verification", default="identity", help="identity (default) or rejection, of sampled drafts")
-    parser.add_argument(
-        "--strategy", default="auto", help="e.g. layerskip, hispec, prompt_lookup; auto (default) goes by plan.json"
-    )
+    options.add_strategy_options(parser)
     parser.add_argument("--system", help="the system's message, before the first question")
     parser.add_argument("--colors", action="store_true", help="colour each token by the tier that picked it first")
     parser.set_defaults(run=_run)

@@ -25,7 +25,7 @@ def add(commands: Any) -> None:
     parser = commands.add_parser("generate", help="complete prompts; streams a single one to the terminal")
     options.add_engine_options(parser)
     add_sampling_options(parser)
-    parser.add_argument("--verification", default="identity", help="identity (default) or rejection, of sampled drafts")
+    options.add_strategy_options(parser)
     parser.add_argument("--prompt", action="append", default=[], help="a prompt; may be given several times")
     parser.add_argument(
         "--prompts",
@@ -41,9 +41,6 @@ def add(commands: Any) -> None:
         help="go on with --output where an interrupted run of the same prompts and options stopped",
     )
     parser.add_argument("--n", type=int, default=1, help="texts per prompt, each with noise of its own (default 1)")
-    parser.add_argument(
-        "--strategy", default="auto", help="e.g. layerskip, hispec, prompt_lookup; auto (default) goes by plan.json"
-    )
     parser.add_argument("--raw", action="store_true", help="complete the text itself, without the chat template")
     parser.add_argument("--check", action="store_true", help="also decode plainly and compare token by token")
     parser.set_defaults(run=_run)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,13 @@ if TYPE_CHECKING:
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("artifact", help="folder that `python -m export` wrote")
     add_llm_options(parser)
+
+
+def add_strategy_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--strategy", default="auto", help="e.g. layerskip, hispec, prompt_lookup; auto (default) goes by plan.json"
+    )
+    parser.add_argument("--verification", default="identity", help="identity (default) or rejection, of sampled drafts")
 
 
 def add_llm_options(parser: argparse.ArgumentParser) -> None:
@@ -90,23 +98,10 @@ def add_llm_options(parser: argparse.ArgumentParser) -> None:
 
 
 def policy_of(args: argparse.Namespace) -> Policy:
+    """Every number of a policy is an option of its name."""
     from infer.strategy import Policy
 
-    return Policy(
-        num_draft_tokens=args.num_draft_tokens,
-        window=args.window,
-        inner_rounds=args.inner_rounds,
-        num_lookup_tokens=args.num_lookup_tokens,
-        max_ngram=args.max_ngram,
-        min_ngram=args.min_ngram,
-        confidence_threshold=args.confidence_threshold,
-        exit_threshold=args.exit_threshold,
-        lookahead_window=args.lookahead_window,
-        lookahead_ngram=args.lookahead_ngram,
-        lookahead_guesses=args.lookahead_guesses,
-        num_branches=args.num_branches,
-        branch_threshold=args.branch_threshold,
-    )
+    return Policy(**{field.name: getattr(args, field.name) for field in fields(Policy)})
 
 
 def load_llm(args: argparse.Namespace, strategy: str, verification: str = "identity") -> LLM:
@@ -133,6 +128,13 @@ def llm_options(args: argparse.Namespace, strategy: str, verification: str = "id
         "allow_lossy": args.allow_lossy,
         **asdict(policy_of(args)),
     }
+
+
+def need_packages(what: str, extra: str, packages: Sequence[str]) -> None:
+    """ValueError, with the command that installs it, if one of them is missing; nothing is imported."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"{what} needs the package {package}: pip install 'hispec[{extra}]'")
 
 
 # ---- what is decoded, and in which ways ----

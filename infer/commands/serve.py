@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import os
 import signal
 import sys
@@ -24,10 +23,7 @@ API_KEY_VARIABLE = "HISPEC_API_KEY"  # arguments can be read by everybody on the
 def add(commands: Any) -> None:
     parser = commands.add_parser("serve", help="OpenAI's API over HTTP, with streams, metrics and a page to chat")
     options.add_engine_options(parser)
-    parser.add_argument("--verification", default="identity", help="identity (default) or rejection, of sampled drafts")
-    parser.add_argument(
-        "--strategy", default="auto", help="e.g. layerskip, hispec, prompt_lookup; auto (default) goes by plan.json"
-    )
+    options.add_strategy_options(parser)
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 serves other machines too (default 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="default 8000; 0 takes a free one")
     add_settings_options(parser)
@@ -72,9 +68,7 @@ def _run(args: argparse.Namespace) -> int:
     settings = settings_of(args, names_of_loopback(args.host))
     if args.ssl_certfile is None and (args.ssl_keyfile or args.ssl_ca_certs):
         raise ValueError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile")
-    for package in PACKAGES:
-        if importlib.util.find_spec(package) is None:
-            raise ValueError(f"serve needs the package {package}: pip install 'hispec[serve]'")
+    options.need_packages("serve", "serve", PACKAGES)
     from infer.server.run import Address, serve
 
     address = Address(

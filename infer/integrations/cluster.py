@@ -1,23 +1,17 @@
-"""Ray itself: whether it is installed, and a connection to it. Knows nothing of what is run there."""
+"""Ray itself: what it needs, and a connection to it. Knows nothing of what is run there."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from infer.commands.serve import PACKAGES
+
 DATA = ("ray", "pandas", "pyarrow")
-SERVE = ("ray", "fastapi", "uvicorn", "sse_starlette", "prometheus_client")
-
-
-def need(what: str, packages: Sequence[str]) -> None:
-    """ValueError, with the command that installs it, if one of them is missing."""
-    for package in packages:
-        if importlib.util.find_spec(package) is None:
-            raise ValueError(f"{what} needs the package {package}: pip install 'hispec[ray]'")
+SERVE = ("ray", *PACKAGES)
 
 
 @contextmanager

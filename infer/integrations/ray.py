@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from infer.commands import options
 from infer.commands.sampling import add_sampling_options, sampling_params
-from infer.integrations.cluster import DATA, check_room, connected, need
+from infer.integrations.cluster import DATA, check_room, connected
 
 if TYPE_CHECKING:
     from infer.integrations.answer_file import Counts
@@ -67,7 +67,7 @@ def generate_dataset(
         ValueError: before any work: a package is missing, the input can't be read, two rows have one id.
         JobStopped: an actor died too often, or can't load the artifact.
     """
-    need("a Ray Data job", DATA)
+    options.need_packages("a Ray Data job", "ray", DATA)
     from infer.artifact import Artifact
     from infer.integrations.answer_file import AnswerFile, check_suffix, finished_before
     from infer.params import SamplingParams
@@ -231,8 +231,7 @@ def _parser() -> argparse.ArgumentParser:
         "--resume", action="store_true", help="go on where an interrupted job of the same input and options stopped"
     )
     parser.add_argument("--raw", action="store_true", help="complete the text itself, without the chat template")
-    parser.add_argument("--strategy", default="auto", help="e.g. layerskip; auto (default) goes by plan.json")
-    parser.add_argument("--verification", default="identity", help="identity (default) or rejection, of sampled drafts")
+    options.add_strategy_options(parser)
     options.add_llm_options(parser)
     add_sampling_options(parser)
     return parser

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from infer.commands import options
 from infer.commands.serve import add_settings_options, settings_of
-from infer.integrations.cluster import SERVE, check_room, connected, need
+from infer.integrations.cluster import SERVE, check_room, connected
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -90,7 +90,7 @@ def build_app(
     Raises:
         ValueError: a package is missing, or the artifact is not whole.
     """
-    need("Ray Serve", SERVE)
+    options.need_packages("Ray Serve", "ray", SERVE)
     from ray import serve
 
     from infer.artifact import Artifact
@@ -171,8 +171,7 @@ def _app_parser(kind: type[argparse.ArgumentParser]) -> argparse.ArgumentParser:
         help="as many as the artifact was exported with threads (default 1)",
     )
     parser.add_argument("--gpus-per-replica", type=float, help="default: 1 with --device cuda, else 0")
-    parser.add_argument("--strategy", default="auto", help="e.g. layerskip; auto (default) goes by plan.json")
-    parser.add_argument("--verification", default="identity", help="identity (default) or rejection, of sampled drafts")
+    options.add_strategy_options(parser)
     options.add_llm_options(parser)
     add_settings_options(parser)
     return parser

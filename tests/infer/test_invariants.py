@@ -66,6 +66,17 @@ def fresh_row(tiny: Tiny, token_ids: list[int]) -> tuple[Tiny, Row]:
     return other, row
 
 
+def check_trunks(tiny: Tiny, row: Row) -> None:
+    """The trunks' KV of a row between two rounds is that of a fresh prefill, whoever has written it."""
+    other, fresh = fresh_row(tiny, row.token_ids)
+    for (kind, _, pages), (_, _, fresh_pages) in zip(paged(tiny), paged(other), strict=True):
+        if kind == "trunk":
+            stop = len(row) - 1
+            torch.testing.assert_close(
+                entries(pages, row, stop), entries(fresh_pages, fresh, stop), rtol=1e-4, atol=1e-5
+            )
+
+
 @pytest.mark.parametrize("right", ["never", "always", "sometimes"])
 def test_kv_below_every_cursor_is_that_of_a_fresh_prefill(right):
     """Invariant 2, exits included: after full acceptance an exit lags behind its tier and catches up later."""

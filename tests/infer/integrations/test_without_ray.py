@@ -49,7 +49,7 @@ def test_importing_infer_and_both_modules_imports_no_ray():
 
 @pytest.fixture
 def any_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.integrations.ray.need", lambda *_: None)
+    monkeypatch.setattr("infer.commands.options.need_packages", lambda *_: None)
 
 
 @pytest.mark.usefixtures("any_ray")
