@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -163,3 +164,12 @@ def test_as_completed_survives_steps_of_others_and_being_closed(llm):
     next(first)
     first.close()
     assert not llm.engine.has_unfinished and llm.engine.pool.num_free == llm.engine.pool.num_blocks - 1
+
+
+def test_a_reader_that_has_gone_is_no_fault(artifact: Path) -> None:
+    command = [sys.executable, "-m", "infer", "generate", str(artifact), "--prompt", "Hello", "--max-tokens", "4"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()  # as `head` does once it has its lines
+        assert "Traceback" not in process.stderr.read()
+    assert process.returncode == 141, "as the shell names a death by SIGPIPE"
