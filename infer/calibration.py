@@ -21,6 +21,7 @@ from infer.params import SamplingParams
 from infer.plan import Figure, PlanEntry
 from infer.planner import (
     PLAIN,
+    UNPREDICTED,
     Costs,
     Setting,
     chances,
@@ -29,10 +30,9 @@ from infer.planner import (
     predict,
     settings,
     shortlist,
-    unpredicted,
 )
 from infer.row import Row
-from infer.strategy import stages_of
+from infer.strategy import LOSSY, stages_of
 
 NUM_COMPARED = 3  # settings that are run beside plain decoding
 LEAST_PREDICTED = 0.8  # of plain decoding's speed; not worth a run below, as predictions are not that wrong
@@ -110,9 +110,8 @@ def plan_batch(
             odds = [chances(verdicts) for verdicts in records[tried[-1]].verdicts]
             for setting in tried:
                 predicted[setting] = predict(stages_of(*setting, llm.manifest), odds, costs, batch_size)
-        compared = shortlist(predicted, expected, NUM_COMPARED, LEAST_PREDICTED) + unpredicted(
-            llm.manifest, llm.verification
-        )
+        compared = shortlist(predicted, expected, NUM_COMPARED, LEAST_PREDICTED)
+        compared += [one for one in UNPREDICTED if one.strategy in llm.supported(one.policy, (llm.verification,))]
         ratios = compare(llm, groups, compared, params, lambda text: on_progress(f"batch {batch_size}: {text}"))
     finally:
         llm.use(PLAIN, verification=llm.verification)
@@ -125,7 +124,7 @@ def plan_batch(
         tuned[one.strategy] = one
     lowest = LOWEST_QUARTER if llm.verification == "identity" else 1.0
     chosen = figures.pop(choose(ratios, margin, lowest))
-    runner_up = max(figures.values(), key=lambda one: one.ratio, default=None)
+    runner_up = max((f for f in figures.values() if f.strategy not in LOSSY), key=lambda one: one.ratio, default=None)
     return PlanEntry(batch_size=batch_size, chosen=chosen, runner_up=runner_up, tuned=list(tuned.values()))
 
 

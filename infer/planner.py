@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from infer.hispec import Stage
 from infer.manifest import Manifest
-from infer.strategy import Policy, rule_of, stages_of
+from infer.strategy import LOSSY, Policy, stages_of
 
 PLAIN = "autoregressive"
 
@@ -39,6 +39,7 @@ NUMBERS: Mapping[str, Sequence[str]] = {
     "ngram_layerskip": ("num_lookup_tokens", "num_draft_tokens", "confidence_threshold", *BRANCHES),
     "lookahead": ("lookahead_window", "lookahead_ngram", "lookahead_guesses"),
     "adadecode": ("num_draft_tokens", "exit_threshold"),
+    "sprinter": ("num_draft_tokens",),
 }
 # In the order of their numbers: the last setting that an artifact allows shows most of what its exits are worth.
 GRID: Mapping[str, Sequence[Policy]] = {
@@ -71,6 +72,7 @@ UNPREDICTED: Sequence[Setting] = [
     Setting("ngram_layerskip", Policy(num_lookup_tokens=5, num_draft_tokens=5, confidence_threshold=0.5)),
     Setting("lookahead", Policy(lookahead_window=4, lookahead_ngram=3, lookahead_guesses=3)),
     *(Setting("adadecode", Policy(num_draft_tokens=5, exit_threshold=least)) for least in (0.5, 0.8)),
+    *(Setting("sprinter", Policy(num_draft_tokens=gamma)) for gamma in (2, 5)),  # lossy: tuned if allowed, never chosen
 ]
 
 
@@ -82,16 +84,6 @@ def settings(manifest: Manifest) -> dict[str, list[Setting]]:
             with suppress(ValueError):  # too few tiers, or a query that is too long
                 stages_of(strategy, policy, manifest)
                 allowed.setdefault(strategy, []).append(Setting(strategy, policy))
-    return allowed
-
-
-def unpredicted(manifest: Manifest, verification: str) -> list[Setting]:
-    """Those of `UNPREDICTED` that the artifact and the rule allow."""
-    allowed = []
-    for setting in UNPREDICTED:
-        with suppress(ValueError):
-            rule_of(verification, stages_of(*setting, manifest), manifest)
-            allowed.append(setting)
     return allowed
 
 
@@ -232,13 +224,13 @@ def shortlist(predicted: Mapping[Setting, float], plain: float, num_settings: in
 def choose(ratios: Mapping[Setting, Sequence[float]], margin: float, lowest: float = 1.0) -> Setting:
     """The setting with the best median of measured speeds relative to plain decoding, or plain decoding itself.
 
-    A setting must be faster by more than the margin, so that noise does not choose it, and its lower quarter must reach
-    `lowest`.
+    A setting must be exact, and faster by more than the margin, so that noise does not choose it, and its lower quarter
+    must reach `lowest`.
     """
     passed = {
         setting: statistics.median(values)
         for setting, values in ratios.items()
-        if statistics.median(values) > 1 + margin and lower_quarter(values) >= lowest
+        if setting.strategy not in LOSSY and statistics.median(values) > 1 + margin and lower_quarter(values) >= lowest
     }
     return max(passed, key=lambda setting: passed[setting]) if passed else Setting(PLAIN)
 

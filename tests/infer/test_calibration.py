@@ -150,7 +150,7 @@ def test_an_artifact_without_lower_exits_is_planned_too(llm: LLM, clock: Clock, 
     runner = llm.engine.runner
     runner.bind(slowed(runner.programs, clock, lambda _: 1.0), bitwise=False)
     monkeypatch.setattr(calibration, "settings", lambda manifest: {})
-    monkeypatch.setattr(calibration, "unpredicted", lambda *_: [])
+    monkeypatch.setattr(calibration, "UNPREDICTED", [])
     entry = plan_batch(llm, PROMPTS[:1], 1, PARAMS, 0.03)
     assert entry.chosen.strategy == PLAIN and entry.runner_up is None
 

@@ -16,6 +16,7 @@ from infer.planner import (
     GRID,
     NUMBERS,
     PLAIN,
+    UNPREDICTED,
     Costs,
     Setting,
     chances,
@@ -24,10 +25,9 @@ from infer.planner import (
     predict,
     settings,
     shortlist,
-    unpredicted,
 )
 from infer.row import Row
-from infer.strategy import LOSSY, STRATEGIES, VERIFICATIONS, Policy, stages_of
+from infer.strategy import STRATEGIES, Policy, stages_of
 from infer.verify import Verdict
 from tests.tiny_engine import make_manifest, model_of
 
@@ -173,10 +173,14 @@ def test_what_an_artifact_does_not_allow_is_not_tried() -> None:
     assert [s.policy.num_draft_tokens for s in settings(short)["layerskip"]] == [1, 2, 3]
 
 
-def test_what_a_rule_does_not_allow_is_not_tried_either() -> None:
-    names = {rule: {setting.strategy for setting in unpredicted(MANIFEST, rule)} for rule in VERIFICATIONS}
-    assert names["identity"] - names["rejection"] == {"lookahead"}
-    assert {*NUMBERS} == {PLAIN, *settings(MANIFEST), *names["identity"]} == {*STRATEGIES} - LOSSY
+def test_every_strategy_is_tuned() -> None:
+    assert {*NUMBERS} == {*STRATEGIES} == {PLAIN, *settings(MANIFEST), *(setting.strategy for setting in UNPREDICTED)}
+
+
+def test_a_lossy_strategy_is_never_chosen() -> None:
+    exact = Setting("layerskip")
+    assert choose({Setting("sprinter"): [2.0] * 5, exact: [1.1] * 5}, 0.03) == exact
+    assert choose({Setting("sprinter"): [2.0] * 5}, 0.03) == Setting(PLAIN)
 
 
 def test_the_shortlist_is_the_best_by_prediction_and_each_strategys_first() -> None:

@@ -19,7 +19,7 @@ from infer.llm import LLM
 from infer.params import SamplingParams
 from infer.sprinter import FEATURES, Classifier, features, keep, read_classifier, write_classifier
 from infer.sprinter_fit import logistic_regression
-from infer.strategy import STRATEGIES, Policy, rule_of
+from infer.strategy import LOSSY, STRATEGIES, Policy, rule_of
 from tests.tiny_artifact import ON_DEVICE, load
 from tests.tiny_engine import PROMPTS, Script, Tiny, model_of, oracle, texts_of
 
@@ -180,6 +180,12 @@ def test_it_is_fitted_by_a_command_and_shown_as_lossy(artifact: Path, tmp_path: 
     assert "lossy by design" in capsys.readouterr().err
     assert main(["check", *args, "--num-prompts", "1", "--strategies", "all", "--allow-lossy"]) == 0
     assert "sprinter" not in capsys.readouterr().out
+    planned = ["plan", *args, "--num-prompts", "1", "--max-tokens", "12", "--batch-sizes", "1"]
+    for allowed, expected in ((["--allow-lossy"], {"sprinter"}), ([], set())):
+        assert main([*planned, *allowed]) == 0
+        (entry,) = json.loads((artifact / "plan.json").read_text())["entries"]
+        assert {one["strategy"] for one in entry["tuned"]} & LOSSY == expected
+        assert entry["chosen"]["strategy"] not in LOSSY and entry["runner_up"]["strategy"] not in LOSSY
 
 
 def test_agreement_is_counted_token_by_token(artifact: Path) -> None:
