@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from infer.hispec import Round
 from infer.llm import LLM
 from infer.output import check_whole
 from infer.params import SamplingParams
@@ -31,6 +30,7 @@ from infer.planner import (
     shortlist,
     unpredicted,
 )
+from infer.round import Round
 from infer.row import Row
 from infer.strategy import stages_of
 

@@ -17,7 +17,6 @@ from infer.cuda_graphs import CudaCapture, with_graphs
 from infer.device import check_device
 from infer.draft_vocab import read_draft_vocabs
 from infer.engine import Engine
-from infer.hispec import Stage, num_scratch_blocks
 from infer.inputs import Prompt, as_list
 from infer.manifest import BuildInfo, Manifest
 from infer.output import RequestOutput
@@ -28,9 +27,10 @@ from infer.pool_size import default_num_blocks
 from infer.prefix_cache import PrefixCache
 from infer.request import Request
 from infer.request_maker import Messages, RequestMaker
-from infer.rounds import make_round
+from infer.round_maker import make_round
 from infer.runner import Program, Runner
 from infer.sprinter import read_classifier
+from infer.stage import Stage, num_scratch_blocks
 from infer.strategy import LOSSY, STRATEGIES, Policy, most_scored, rule_of, stages_of
 from infer.tokenizer import load_tokenizer
 

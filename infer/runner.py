@@ -20,6 +20,7 @@ from infer.border import Border, BorderError, Takes, takes_of
 from infer.branches import Branch, make_branch_query
 from infer.branches import calls as branch_calls
 from infer.cuda_graphs import without_graphs
+from infer.failures import ProgramError
 from infer.logprobs import score
 from infer.manifest import Manifest, ProgramInfo
 from infer.row import Row
@@ -34,15 +35,6 @@ _MAX_SCORED = 64  # prompt tokens whose logits, in float64, are held at once
 class BranchScores(NamedTuple):
     logits: Tensor  # [N, V] of the target for the branches' scored tokens, branch after branch
     states: list[list[list[Tensor]]]  # of each branch in each tier: the hidden states of its tokens, in pieces [T, D]
-
-
-class ProgramError(Exception):
-    """A program raised (see `__cause__`) in a call for these rows, or a row's grammar; what they have computed is
-    unknown, and the others can go on."""
-
-    def __init__(self, rows: Sequence[Row]) -> None:
-        super().__init__(f"a program or a grammar failed for {len(rows)} rows")
-        self.rows = rows
 
 
 class Runner:

@@ -11,11 +11,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from infer.hispec import num_scratch_blocks
 from infer.manifest import Manifest
 from infer.plan import Plan
 from infer.planner import PLAIN
 from infer.pool_size import BYTES_PER_SCORE, bytes_per_block
+from infer.stage import num_scratch_blocks
 from infer.strategy import Policy, most_scored, stages_of
 
 # Python, PyTorch, the server, without weights and pool: 0.41 GB with a tiny model on a CPU; the rest is for buffers

@@ -18,13 +18,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 
-from infer.hispec import Stage
 from infer.judging import IdentityRule, Rule
 from infer.lookahead import Lookahead
 from infer.manifest import Manifest
 from infer.ngram import Lookup
 from infer.rejection import RejectionRule
 from infer.sprinter import FIT_AGAIN, Classifier, SprinterRule
+from infer.stage import Stage
 
 STRATEGIES = (
     "autoregressive",

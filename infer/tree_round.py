@@ -17,10 +17,11 @@ from torch import Tensor
 
 from infer.branch_round import BranchRound
 from infer.branches import Branch, Scratch
-from infer.hispec import Stage
-from infer.judging import Lines, Rule
+from infer.judging import Rule
+from infer.lines import Lines
 from infer.row import Row
 from infer.runner import Runner
+from infer.stage import Stage
 from infer.verify import Verdict
 
 

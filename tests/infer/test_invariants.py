@@ -6,9 +6,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from infer.hispec import num_scratch_blocks
 from infer.params import SamplingParams
 from infer.row import Row
+from infer.stage import num_scratch_blocks
 from infer.strategy import Policy, stages_of
 from tests.tiny_engine import (
     BLOCK_SIZE,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from infer.hispec import Round, Stage
-from infer.judging import Lines, Ruling
+from infer.judging import Ruling
+from infer.lines import Lines
 from infer.params import SamplingParams
 from infer.planner import (
     GRID,
@@ -26,7 +26,9 @@ from infer.planner import (
     shortlist,
     unpredicted,
 )
+from infer.round import Round
 from infer.row import Row
+from infer.stage import Stage
 from infer.strategy import LOSSY, STRATEGIES, VERIFICATIONS, Policy, stages_of
 from infer.verify import Verdict
 from tests.tiny_engine import make_manifest, model_of
