@@ -21,7 +21,6 @@ from infer.plan import Figure, PlanEntry
 from infer.planner import (
     PLAIN,
     Costs,
-    Setting,
     chances,
     choose,
     lower_quarter,
@@ -32,7 +31,7 @@ from infer.planner import (
 )
 from infer.round import Round
 from infer.row import Row
-from infer.strategy import stages_of
+from infer.strategy import Setting, stages_of
 
 NUM_COMPARED = 3  # settings that are run beside plain decoding
 LEAST_PREDICTED = 0.8  # of plain decoding's speed; not worth a run below, as predictions are not that wrong

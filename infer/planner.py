@@ -19,11 +19,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 from infer.manifest import Manifest
 from infer.stage import Stage
-from infer.strategy import Policy, rule_of, stages_of
+from infer.strategy import Policy, Setting, rule_of, stages_of
 
 PLAIN = "autoregressive"
 
@@ -52,13 +51,6 @@ GRID: Mapping[str, Sequence[Policy]] = {
 }
 
 Distribution = Mapping[int, float]  # number → probability; they sum to 1
-
-
-class Setting(NamedTuple):
-    """A strategy and its numbers, which plain decoding does not look at."""
-
-    strategy: str
-    policy: Policy = Policy()
 
 
 UNPREDICTED: Sequence[Setting] = [

@@ -17,6 +17,7 @@ import itertools
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 from infer.judging import IdentityRule, Rule
 from infer.lookahead import Lookahead
@@ -92,6 +93,13 @@ class Policy:
             )
         if self.max_ngram < self.min_ngram:
             raise ValueError(f"max_ngram={self.max_ngram} must be at least min_ngram={self.min_ngram}")
+
+
+class Setting(NamedTuple):
+    """A strategy and its numbers, which plain decoding does not look at."""
+
+    strategy: str
+    policy: Policy = Policy()
 
 
 # N_d and N_i of the paper; every inner round leaves a token at least, so four fill the window

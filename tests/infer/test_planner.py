@@ -17,7 +17,6 @@ from infer.planner import (
     NUMBERS,
     PLAIN,
     Costs,
-    Setting,
     chances,
     choose,
     lower_quarter,
@@ -29,7 +28,7 @@ from infer.planner import (
 from infer.round import Round
 from infer.row import Row
 from infer.stage import Stage
-from infer.strategy import LOSSY, STRATEGIES, VERIFICATIONS, Policy, stages_of
+from infer.strategy import LOSSY, STRATEGIES, VERIFICATIONS, Policy, Setting, stages_of
 from infer.verify import Verdict
 from tests.tiny_engine import make_manifest, model_of
 
