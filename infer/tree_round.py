@@ -95,4 +95,4 @@ class TreeRound(BranchRound):
 
     def _note_states(self, branch: Branch, num_kept: int, states: Sequence[Sequence[Tensor]]) -> None:
         """The drafting exit reads the states of what the row keeps, as after any other round."""
-        self.runner.keep_states(branch.row, branch.start, num_kept, states)
+        self.runner.rings.keep(branch.row, branch.start, num_kept, states)
