@@ -129,7 +129,7 @@ def _run(args: argparse.Namespace) -> int:
         tensorrt.check_available(args.device, dtypes)
     args.workers = args.workers if args.workers is not None else 1 if args.autotune or args.device == "cuda" else 2
     if args.device != "cpu":  # with torch
-        from infer.llm import check_device
+        from infer.device import check_device
 
         check_device(args.device)
     if args.workers < 1:

@@ -20,11 +20,11 @@ from transformers import PreTrainedModel
 
 from export.parity import MAX_ERROR, ParityError
 from infer.artifact import Artifact
-from infer.hispec import num_scratch_blocks
 from infer.llm import LLM
 from infer.manifest import BuildInfo, Manifest
 from infer.output import check_whole
 from infer.params import SamplingParams
+from infer.stage import num_scratch_blocks
 from infer.strategy import Policy, stages_of
 
 NUM_TOKENS = 24

@@ -168,6 +168,25 @@ def split_by_size(spans: Sequence[range], limit: int | None) -> list[range]:
     return [*runs, range(start, len(spans))]
 
 
+def in_parts(rows: Sequence[Row], starts: Sequence[int], limit: int | None) -> list[tuple[list[Row], list[range]]]:
+    """The rows' positions from `starts` to their ends, in calls of at most `limit` cells; rows without any stay out.
+
+    A span longer than the limit is cut into pieces, each of which stands as a row of its own. Two pieces of a row must
+    not meet in one call: programs of the functional form read the pages as they were before it, and the later piece
+    would miss the earlier one's keys. They never do, as a piece of full length fills a call.
+    """
+    todo, spans = list(rows), [range(start, len(row.token_ids)) for row, start in zip(rows, starts, strict=True)]
+    lengths = [len(span) for span in spans]
+    if min(lengths) == 0 or (limit is not None and max(lengths) > limit):
+        pieces = [(row, piece) for row, span in zip(rows, spans, strict=True) for piece in cut(span, limit)]
+        todo, spans = [row for row, _ in pieces], [piece for _, piece in pieces]
+    runs = split_by_size(spans, limit)
+    assert len(todo) == len(rows) or all(len({id(todo[i]) for i in run}) == len(run) for run in runs), (spans, runs)
+    if len(runs) == 1:
+        return [(todo, spans)]
+    return [([todo[i] for i in run], [spans[i] for i in run]) for run in runs]
+
+
 def runs_of(counts: Sequence[int], limit: int | None) -> list[range]:
     """Cut numbers into runs [start, stop) whose sums are at most `limit`, a larger number alone; None: no limit."""
     if limit is None:

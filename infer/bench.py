@@ -16,9 +16,8 @@ from infer.output import TierMetrics, check_whole
 from infer.params import SamplingParams
 from infer.peers import Peer
 from infer.plan import Plan
-from infer.planner import Setting
 from infer.row import Row
-from infer.strategy import Policy
+from infer.strategy import Policy, Setting
 from infer.verify import mean_acceptance_length
 
 BASELINE = "autoregressive"
@@ -172,7 +171,7 @@ def settings_of(
         for name in names:
             figure = entry.chosen if name == "auto" else best.get(name)
             if figure is not None:
-                found[name, size] = Setting(figure.strategy, figure.policy)
+                found[name, size] = figure.setting
     return found
 
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from infer.branches import Branch
-from infer.hispec import Round
-from infer.judging import Lines
+from infer.lines import Lines
+from infer.round import Round
 from infer.row import LOOKED_UP, Row
 from infer.runner import BranchScores
 
@@ -34,7 +34,7 @@ class BranchRound(Round):
         texts = [branch.row.token_ids[: branch.start] + list(branch.token_ids) for branch in guesses]
         owners, starts = [branch.row for branch in guesses], [branch.start for branch in guesses]
         tier, logits = self.stages[level].tier, scores.logits[:num_lines]
-        self._keep_best(guesses, self._lines(owners, level, tier, logits, starts, texts), tier, logits, scores)
+        self._keep_best(guesses, self._lines.make(owners, level, tier, logits, starts, texts), tier, logits, scores)
         return scores.logits[num_lines:]
 
     def _note_states(self, branch: Branch, num_kept: int, states: Sequence[Sequence[Tensor]]) -> None:

@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from infer.hispec import Round
 from infer.llm import LLM
 from infer.output import check_whole
 from infer.params import SamplingParams
@@ -23,7 +22,6 @@ from infer.planner import (
     PLAIN,
     UNPREDICTED,
     Costs,
-    Setting,
     chances,
     choose,
     lower_quarter,
@@ -31,8 +29,9 @@ from infer.planner import (
     settings,
     shortlist,
 )
+from infer.round import Round
 from infer.row import Row
-from infer.strategy import LOSSY, stages_of
+from infer.strategy import LOSSY, Setting, stages_of
 
 NUM_COMPARED = 3  # settings that are run beside plain decoding
 LEAST_PREDICTED = 0.8  # of plain decoding's speed; not worth a run below, as predictions are not that wrong

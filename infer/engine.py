@@ -26,14 +26,15 @@ from collections import deque
 from collections.abc import Sequence
 
 from infer.blocks import BlockPool
-from infer.hispec import Round
+from infer.failures import ProgramError
 from infer.kv_manager import KVManager
 from infer.params import SamplingParams
 from infer.payoff import Payoff
 from infer.prefix_cache import PrefixCache
 from infer.request import Request
+from infer.round import Round
 from infer.row import Row
-from infer.runner import ProgramError, Runner
+from infer.runner import Runner
 
 logger = logging.getLogger(__name__)
 

@@ -1,9 +1,12 @@
-"""What a prompt may be, and the token ids that it stands for. Knows a tokenizer, nothing of requests."""
+"""What a prompt may be, the token ids that it stands for, and its sampling parameters. Knows a tokenizer, nothing of
+requests."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
+
+from infer.params import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -16,6 +19,17 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if listed and isinstance(listed[0], int):
         return [cast(Prompt, listed)]
     return listed
+
+
+def params_of_each(
+    prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[SamplingParams]:
+    """One for each prompt. ValueError when there are fewer or more."""
+    params = sampling_params if sampling_params is not None else SamplingParams()
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+    if len(each) != len(prompts):
+        raise ValueError(f"{len(each)} sampling_params for {len(prompts)} prompts: give one, or one for each")
+    return each
 
 
 def encode(prompt: Prompt, number: int, tokenizer: Any, vocab_size: int) -> tuple[str | None, list[int]]:

@@ -4,46 +4,19 @@ The identity rule, which is the default, stands here, the other one in `rejectio
 their rulings into the rows.
 """
 
-# Shape legend: N lines (one per position, all rows together), V vocabulary (perhaps trimmed)
+# Shape legend: N lines (one per position, all rows together)
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
-from infer.batch import to_device
+from infer.lines import Lines
 from infer.row import Row
-from infer.sampler import PickParams, pick
+from infer.sampler import pick
 from infer.verify import Verdict, verify
-
-
-@dataclass(frozen=True, slots=True)
-class Lines:
-    """What one call of a judge has to rule on: a line of logits per position, row after row.
-
-    Row b has counts[b] lines, for the tokens at positions starts[b] + 1 and up: those in drafted[b], and one more.
-    """
-
-    rows: Sequence[Row]
-    level: int  # of the judging stage
-    is_target: bool
-    logits: Tensor  # [N, V], after the rows' rules
-    ids: Tensor | None  # [V] int64, the real ids of a trimmed vocabulary; None: 0..V-1
-    row_params: PickParams  # an entry per row
-    starts: Sequence[int]
-    counts: Sequence[int]
-    drafted: Sequence[Sequence[int]]
-
-    def params(self) -> PickParams:
-        """The rows' sampling parameters, an entry per line."""
-        owners = [b for b, count in enumerate(self.counts) for _ in range(count)]
-        positions = [s + 1 + t for s, count in zip(self.starts, self.counts, strict=True) for t in range(count)]
-        device = self.logits.device
-        return self.row_params.at(to_device(torch.tensor(owners), device), to_device(torch.tensor(positions), device))
 
 
 class Ruling(NamedTuple):

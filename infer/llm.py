@@ -5,33 +5,23 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, cast
 
-import torch
-
-from infer import backends
-from infer.artifact import JUST_IN_TIME, Artifact
-from infer.blocks import BlockPool
-from infer.cuda_graphs import CudaCapture, with_graphs
+from infer.artifact import Artifact
+from infer.chooser import StrategyChooser
 from infer.device import check_device
-from infer.draft_vocab import read_draft_vocabs
-from infer.engine import Engine
-from infer.hispec import Stage, num_scratch_blocks
-from infer.inputs import Prompt, as_list
-from infer.manifest import BuildInfo, Manifest
+from infer.engine_loader import EngineLoader
+from infer.engine_options import EngineOptions
+from infer.inputs import Prompt, as_list, params_of_each
+from infer.manifest import Manifest
 from infer.output import RequestOutput
 from infer.params import SamplingParams
-from infer.payoff import Payoff
-from infer.plan import Conditions, Plan, read_plan
-from infer.pool_size import default_num_blocks
-from infer.prefix_cache import PrefixCache
+from infer.plan import Plan, read_plan
+from infer.repertoire import Repertoire, check_adaptive
 from infer.request import Request
 from infer.request_maker import Messages, RequestMaker
-from infer.rounds import make_round
-from infer.runner import Program, Runner
-from infer.sprinter import read_classifier
-from infer.strategy import LOSSY, STRATEGIES, Policy, most_scored, rule_of, stages_of
+from infer.runner import Program
+from infer.strategy import Policy, Setting
 from infer.tokenizer import load_tokenizer
 
 
@@ -132,80 +122,42 @@ class LLM:
             num_branches=num_branches,
             branch_threshold=branch_threshold,
         )
-        is_auto, strategy = strategy == "auto", "autoregressive" if strategy == "auto" else strategy
-        for name, value, least in (
-            ("max_num_seqs", max_num_seqs, 1),
-            ("max_num_prefill_tokens", max_num_prefill_tokens, 1),
-            ("num_blocks", 2 if num_blocks is None else num_blocks, 2),  # one of them is the null block
-        ):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
-        for name, flag in (("bitwise", bitwise), ("enforce_eager", enforce_eager), ("allow_lossy", allow_lossy)):
-            if not isinstance(flag, bool):
-                raise ValueError(f"{name}={flag!r} must be True or False")
-        if adaptive:
-            _check_adaptive(strategy, verification)
-        if not 0 < gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization={gpu_memory_utilization} must lie in (0, 1]")
-        check_device(device)
-        opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
-        self.manifest: Manifest = opened.manifest
-        if max_num_seqs > self.manifest.limits.max_batch:
-            raise ValueError(
-                f"max_num_seqs={max_num_seqs}: the artifact allows at most {self.manifest.limits.max_batch}"
-            )
-        self.artifact, self.allow_lossy = opened, allow_lossy
-        stages = self._stages(strategy, policy)
-        rule = rule_of(verification, stages, self.manifest)
-        chosen = opened.select(backend, dtype, device)
-        self.build = chosen.build
-        self.backend, self.dtype = chosen.build.backend, chosen.build.dtype
-        torch_dtype = getattr(torch, self.dtype)
-        has_graphs = device == "cuda" and not enforce_eager and self.backend in backends.CAPTURED
-        self.conditions = Conditions.here(
-            opened, chosen.build, bitwise=bitwise, cuda_graphs=has_graphs, verification=verification
-        )
-        self.plan: Plan | None = read_plan(opened, self.conditions) if is_auto else None
-        for note in _unproved_bits(chosen.build, device, bitwise):
-            warnings.warn(note, stacklevel=2)
-        self.tokenizer = load_tokenizer(opened.path)
-        self._maker = RequestMaker(self.tokenizer, self.manifest, seed)
-        draft_vocabs = read_draft_vocabs(opened, device)
-        if programs is None:
-            programs = backends.load(opened, chosen)
-        if num_blocks is None:
-            planned = [(one.chosen.strategy, one.chosen.policy) for one in (self.plan.entries if self.plan else ())]
-            chosen_stages = [stages, *(self._stages(*one) for one in planned)]
-            num_blocks = default_num_blocks(
-                self.manifest,
-                torch_dtype.itemsize,
-                max_num_seqs,
-                device=device,
-                gpu_memory_utilization=gpu_memory_utilization,
-                num_scored=max(most_scored(one, self.manifest) for one in (policy, *(one for _, one in planned))),
-                num_scratch_blocks=max(num_scratch_blocks(one, self.manifest.block_size) for one in chosen_stages),
-            )
-        self.max_num_seqs, self._has_graphs = max_num_seqs, has_graphs
-        self._programs = programs
-        runner = Runner(
-            self.manifest,
-            self._graphed(bitwise),
-            chosen.build.programs,
-            draft_vocabs,
+        options = EngineOptions(
             num_blocks=num_blocks,
+            gpu_memory_utilization=gpu_memory_utilization,
+            enforce_eager=enforce_eager,
             max_num_seqs=max_num_seqs,
-            dtype=torch_dtype,
-            device=torch.device(device),
+            max_num_prefill_tokens=max_num_prefill_tokens,
+            enable_prefix_caching=enable_prefix_caching,
             bitwise=bitwise,
         )
-        pool = BlockPool(num_blocks, self.manifest.block_size)
-        cache = PrefixCache(pool, runner.prefill_chunk) if enable_prefix_caching else None
-        self.engine = Engine(
-            runner, make_round(runner, stages, rule), pool, max_num_seqs, max_num_prefill_tokens, cache
+        is_auto, strategy = strategy == "auto", "autoregressive" if strategy == "auto" else strategy
+        if not isinstance(allow_lossy, bool):
+            raise ValueError(f"allow_lossy={allow_lossy!r} must be True or False")
+        if adaptive:
+            check_adaptive(strategy, verification)
+        check_device(device)
+        self.artifact = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
+        self.manifest: Manifest = self.artifact.manifest
+        options.check_limits(self.manifest)
+        setting = Setting(strategy, policy)
+        self._repertoire = Repertoire(self.artifact, allow_lossy=allow_lossy)
+        self._repertoire.parts(setting, verification)  # refused before anything is loaded
+        chosen = self.artifact.select(backend, dtype, device)
+        self.build, self.backend, self.dtype = chosen.build, chosen.build.backend, chosen.build.dtype
+        self.max_num_seqs = max_num_seqs
+        self._loader = EngineLoader(self.artifact, chosen, options, programs)
+        self.conditions = self._loader.conditions(verification)
+        plan = read_plan(self.artifact, self.conditions) if is_auto else None
+        for note in self._loader.unproved_bits():
+            warnings.warn(note, stacklevel=2)
+        self.tokenizer = load_tokenizer(self.artifact.path)
+        self._maker = RequestMaker(self.tokenizer, self.manifest, seed)
+        settings = [setting, *(plan.settings if plan else ())]
+        self.engine = self._loader.load(self._repertoire, settings, verification)
+        self._chooser = StrategyChooser(
+            self.engine, self._repertoire, setting, verification, plan=plan, adaptive=adaptive
         )
-        self._payoffs: dict[tuple[str, Policy], Payoff] = {}  # what was learnt of each setting
-        self._follows_adaptively = adaptive is not False and verification == "identity"
-        self._set(strategy, policy, verification, adaptive=bool(adaptive))
         self.follow_plan(max_num_seqs)
 
     def use(
@@ -226,25 +178,16 @@ class LLM:
         Raises:
             ValueError: unknown strategy, or numbers that the artifact does not allow.
         """
-        self._switch(strategy, policy or Policy(), verification, adaptive=adaptive)
-        self.plan = None
+        self._chooser.use(Setting(strategy, policy or Policy()), verification, adaptive=adaptive)
         runner = self.engine.runner
         if bitwise is not None and bitwise != runner.bitwise:
-            runner.bind(self._graphed(bitwise), bitwise=bitwise)
-            self._payoffs.clear()  # calls take other times
-            self._set(self.strategy, self.policy, verification, adaptive=adaptive)
+            runner.bind(self._loader.programs(bitwise), bitwise=bitwise)
+            self._chooser.forget_payoffs()
 
     def supported(self, policy: Policy, verifications: Sequence[str] = ("identity",)) -> list[str]:
         """The strategies that the artifact has the exits for, with queries within its limits, under all these rules;
         lossy ones if allowed."""
-        names = []
-        for name in STRATEGIES:
-            with suppress(ValueError):
-                stages = self._stages(name, policy)
-                for verification in verifications:
-                    rule_of(verification, stages, self.manifest)
-                names.append(name)
-        return names
+        return self._repertoire.supported(policy, verifications)
 
     def follow_plan(self, num_rows: int) -> None:
         """Take the plan's strategy for so many rows at once, if there is a plan and no request is running.
@@ -253,11 +196,27 @@ class LLM:
         number may come. Requests keep the strategy that they began with: a lower exit could not catch up with a long
         text that was decoded without it.
         """
-        if self.plan is None or self.engine.has_unfinished:
-            return
-        chosen = self.plan.entry_for(min(num_rows, self.max_num_seqs)).chosen
-        if (chosen.strategy, chosen.policy) != (self.strategy, self.policy):
-            self._switch(chosen.strategy, chosen.policy, self.verification, adaptive=self._follows_adaptively)
+        self._chooser.follow_plan(min(num_rows, self.max_num_seqs))
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that is followed; None: none is."""
+        return self._chooser.plan
+
+    @property
+    def strategy(self) -> str:
+        """The strategy that runs now."""
+        return self._chooser.setting.strategy
+
+    @property
+    def policy(self) -> Policy:
+        """Its numbers."""
+        return self._chooser.setting.policy
+
+    @property
+    def verification(self) -> str:
+        """The rule by which drafted tokens are accepted."""
+        return self._chooser.verification
 
     @property
     def judge_names(self) -> tuple[str, ...]:
@@ -291,7 +250,7 @@ class LLM:
         Closing the iterator early aborts the rest.
         """
         each = as_list(prompts)
-        params = self._params(each, sampling_params)
+        params = params_of_each(each, sampling_params)
         self.follow_plan(sum(one.n for one in params))
         requests = self._requests(each, params)
         for request in requests:
@@ -330,7 +289,7 @@ class LLM:
 
         Closing the iterator early aborts the request.
         """
-        params = self._params([prompt], sampling_params)
+        params = params_of_each([prompt], sampling_params)
         self.follow_plan(params[0].n)
         (request,) = self._requests([prompt], params)
         self.engine.add(request)
@@ -366,88 +325,6 @@ class LLM:
         self.engine.check_fits(request)
         return request
 
-    # ---- internals ----
-
-    def _graphed(self, bitwise: bool) -> Mapping[str, Program]:
-        """The programs as they are called: on CUDA behind graphs."""
-        if not self._has_graphs:
-            return self._programs
-        return with_graphs(
-            # branches make more rows of a call than there are sequences
-            self._programs,
-            self.build.programs,
-            self.manifest,
-            self.manifest.limits.max_batch,
-            CudaCapture(),
-            bitwise,
-        )
-
-    def _stages(self, strategy: str, policy: Policy) -> list[Stage]:
-        if strategy in LOSSY and not self.allow_lossy:
-            raise ValueError(
-                f"strategy={strategy!r} is lossy: it keeps tokens that the target has not verified; give "
-                "allow_lossy=True (--allow-lossy) if you want that, or take another strategy: all others are exact"
-            )
-        return stages_of(
-            strategy, policy, self.manifest, read_classifier(self.artifact) if strategy == "sprinter" else None
-        )
-
-    def _switch(self, strategy: str, policy: Policy, verification: str, *, adaptive: bool) -> None:
-        stages = self._stages(strategy, policy)
-        rule = rule_of(verification, stages, self.manifest)
-        if self.engine.has_unfinished:
-            raise ValueError("requests are running: finish or close their stream before choosing another strategy")
-        if adaptive:
-            _check_adaptive(strategy, verification)
-        self.engine.round = make_round(self.engine.runner, stages, rule)
-        self._set(strategy, policy, verification, adaptive=adaptive)
-
-    def _set(self, strategy: str, policy: Policy, verification: str, *, adaptive: bool) -> None:
-        self.strategy, self.policy, self.verification = strategy, policy, verification
-        has_choice = adaptive and strategy != "autoregressive"
-        self.engine.payoff = self._payoffs.setdefault((strategy, policy), Payoff()) if has_choice else None
-
-    @staticmethod
-    def _params(
-        prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[SamplingParams]:
-        """One for each prompt."""
-        params = sampling_params if sampling_params is not None else SamplingParams()
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(prompts):
-            raise ValueError(f"{len(each)} sampling_params for {len(prompts)} prompts: give one, or one for each")
-        return each
-
     def _requests(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Request]:
         pairs = enumerate(zip(prompts, params, strict=True))
         return [self.make_request(prompt, one, number=number) for number, (prompt, one) in pairs]
-
-
-def _check_adaptive(strategy: str, verification: str) -> None:
-    if verification != "identity" or strategy in LOSSY:
-        what = f"strategy={strategy!r}" if strategy in LOSSY else f"verification={verification!r}"
-        raise ValueError(
-            f"adaptive=True with {what}: its texts depend on what is drafted, so they would hang on how long calls "
-            "take: leave it out, or take an exact strategy under the rule of identity"
-        )
-
-
-def _unproved_bits(build: BuildInfo, device: str, bitwise: bool) -> Iterator[str]:
-    """Why the last bits of these programs may not be what `bitwise` promises here, in words."""
-    if device == "cpu" and build.num_threads != torch.get_num_threads():
-        yield (
-            f"{build.folder_name} was measured with {build.num_threads} threads and runs with "
-            f"{torch.get_num_threads()}: identity of the last bits is not proved there; call "
-            f"torch.set_num_threads({build.num_threads}), or export again"
-        )
-    if unproved := build.unproved():
-        yield (
-            f"{build.folder_name} was measured elsewhere ({'; '.join(unproved)}): identity of the last bits is not "
-            "proved here; export again to have it measured"
-        )
-    if build.backend == JUST_IN_TIME and bitwise:
-        yield (
-            "backend='compile': in which calls such programs give a token the same bits is measured by nobody, so a "
-            "strategy may take another token than plain decoding where two logits lie within the last bits of each "
-            "other; bitwise=False says the same and silences this, backend='inductor' has it measured"
-        )

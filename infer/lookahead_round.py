@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 from infer.branch_round import BranchRound
 from infer.branches import Branch, Scratch, own_branch
-from infer.hispec import Stage
 from infer.judging import Rule
 from infer.lookahead import Lookahead, Window
 from infer.row import Row
 from infer.runner import Runner
+from infer.stage import Stage
 
 
 class LookaheadRound(BranchRound):

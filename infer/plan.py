@@ -20,7 +20,7 @@ from infer.artifact import PLAN, Artifact, write_unrecorded
 from infer.device import host_capability, package_version, processor_name
 from infer.manifest import BuildInfo, Manifest
 from infer.records import MAX_JSON, load_json, read_record
-from infer.strategy import Policy, stages_of
+from infer.strategy import Policy, Setting, stages_of
 
 FORMAT_VERSION = 4  # 4: settings have branches
 PLAN_AGAIN = "make one with python -m infer plan ARTIFACT (see python -m infer plan --help)"
@@ -90,6 +90,10 @@ class Figure:
     ratio: float  # measured, prompts included: median over groups of them
     ratio_low: float  # its lower quarter
 
+    @property
+    def setting(self) -> Setting:
+        return Setting(self.strategy, self.policy)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanEntry:
@@ -110,6 +114,11 @@ class Plan:
         sizes = [entry.batch_size for entry in self.entries]
         if not sizes or sizes != sorted(set(sizes)) or sizes[0] < 1:
             raise ValueError(f"{PLAN}: batch sizes {sizes} of its entries must ascend from 1 or more; {PLAN_AGAIN}")
+
+    @property
+    def settings(self) -> list[Setting]:
+        """What its entries choose."""
+        return [entry.chosen.setting for entry in self.entries]
 
     def entry_for(self, num_rows: int) -> PlanEntry:
         """That of the largest batch size not above `num_rows`; below all, the smallest's."""

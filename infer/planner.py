@@ -1,6 +1,6 @@
 """What a strategy should bring, from what its calls cost and what judges made of drafts; and which one to take.
 
-Pure arithmetic: nothing here runs a model or knows a file. `predict` walks one outer round as `hispec.Round` does and
+Pure arithmetic: nothing here runs a model or knows a file. `predict` walks one outer round as `round.Round` does and
 takes expectations: tokens per second are tokens of a round ÷ seconds of a round (for one drafting exit that is
 Leviathan, Kalman, Matias, arXiv 2211.17192, theorem 3.8, with measured chances and costs). It assumes that a judge's
 chance to accept a proposal depends only on the proposal's place, and that rows are independent of each other.
@@ -19,11 +19,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
-from infer.hispec import Stage
 from infer.manifest import Manifest
-from infer.strategy import LOSSY, Policy, stages_of
+from infer.stage import Stage
+from infer.strategy import LOSSY, Policy, Setting, stages_of
 
 PLAIN = "autoregressive"
 
@@ -53,13 +52,6 @@ GRID: Mapping[str, Sequence[Policy]] = {
 }
 
 Distribution = Mapping[int, float]  # number → probability; they sum to 1
-
-
-class Setting(NamedTuple):
-    """A strategy and its numbers, which plain decoding does not look at."""
-
-    strategy: str
-    policy: Policy = Policy()
 
 
 UNPREDICTED: Sequence[Setting] = [

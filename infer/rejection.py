@@ -34,7 +34,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from infer.judging import Lines, Ruling
+from infer.judging import Ruling
+from infer.lines import Lines
 from infer.row import Row
 from infer.sampler import probabilities
 from infer.verify import Verdict

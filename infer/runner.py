@@ -1,8 +1,8 @@
 """Runs the tiers' programs over rows: the one place where tensors meet the artifact's programs.
 
-Owns the KV pages and the hidden states that wait between tiers; moves the rows' cursors; keeps every call of decoding
-inside the range in which a token's results have the same bits (prefill has chunks of its own), and lets no call pass
-that `Border` forbids. Decides nothing about what to draft or accept.
+Owns the KV pages and the rings between tiers; moves the rows' cursors; keeps every call of decoding inside the range in
+which a token's results have the same bits (prefill has chunks of its own), and lets no call pass that `Border` forbids.
+Decides nothing about what to draft or accept.
 """
 
 # Shape legend: B rows, T query positions, D hidden, E exit size, V vocabulary, N tokens of all rows together
@@ -15,13 +15,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from infer.batch import RING_SIZE, BlockTables, Query, cut, make_query, split_by_size, to_device, token_rectangle
+from infer.batch import BlockTables, Query, in_parts, make_query, to_device, token_rectangle
 from infer.border import Border, BorderError, Takes, takes_of
 from infer.branches import Branch, make_branch_query
 from infer.branches import calls as branch_calls
 from infer.cuda_graphs import without_graphs
+from infer.failures import ProgramError
 from infer.logprobs import score
 from infer.manifest import Manifest, ProgramInfo
+from infer.rings import Rings
 from infer.row import Row
 
 Program = Callable[..., Tensor]
@@ -34,15 +36,6 @@ _MAX_SCORED = 64  # prompt tokens whose logits, in float64, are held at once
 class BranchScores(NamedTuple):
     logits: Tensor  # [N, V] of the target for the branches' scored tokens, branch after branch
     states: list[list[list[Tensor]]]  # of each branch in each tier: the hidden states of its tokens, in pieces [T, D]
-
-
-class ProgramError(Exception):
-    """A program raised (see `__cause__`) in a call for these rows, or a row's grammar; what they have computed is
-    unknown, and the others can go on."""
-
-    def __init__(self, rows: Sequence[Row]) -> None:
-        super().__init__(f"a program or a grammar failed for {len(rows)} rows")
-        self.rows = rows
 
 
 class Runner:
@@ -91,8 +84,7 @@ class Runner:
             name: [page for layer in info.kv_layers for page in self._pages[2 * layer : 2 * layer + 2]]
             for name, info in infos.items()
         }
-        ring_shape = ((max_num_seqs + 1) * RING_SIZE, base.hidden_size)
-        self._rings = [torch.zeros(ring_shape, dtype=dtype, device=device) for _ in tiers]
+        self.rings = Rings(self.num_tiers, max_num_seqs, base.hidden_size, dtype, device)
 
         self._border = Border(self.block_size, num_blocks, manifest.limits.max_model_len, base.vocab_size, device)
         self._takes = takes_of(manifest, dtype)
@@ -172,7 +164,7 @@ class Runner:
                 states = torch.cat([x, torch.zeros_like(x)], dim=-1) if self.exits[tier].context else x
                 self._call(_ungraphed(self._exits[tier]), states, query)
         last = span.stop - 1  # where the first window's context will be
-        self._rings[-1][row.ring * RING_SIZE + last % RING_SIZE] = x[0, last - span.start]
+        self.rings.write_target(row, last, x[0, last - span.start])
         if row.scores is not None and row.scores.num_prompt is not None:
             self._score_prompt(row, span, x.flatten(0, 1))
         row.skip(span.stop, tiers_with_exit, first_state=last)
@@ -213,8 +205,7 @@ class Runner:
 
     def max_logits(self, tier: int) -> int | None:
         """Most lines of logits that one call gives; those of more are copied together. None: any number."""
-        bitwise_range = self._unembeds[tier][1]
-        return bitwise_range[1] if bitwise_range else None
+        return _most(self._unembeds[tier])
 
     @torch.inference_mode()
     def score_branches(self, branches: Sequence[Branch]) -> BranchScores:
@@ -236,14 +227,6 @@ class Runner:
         target = self.num_tiers - 1
         return BranchScores(self.logits(target, self._flat(self._exits[target], torch.cat(scored))), states)
 
-    @torch.inference_mode()
-    def keep_states(self, row: Row, start: int, num_positions: int, states: Sequence[Sequence[Tensor]]) -> None:
-        """Write states of a branch (`BranchScores.states`) into the row's rings, for positions from `start` on."""
-        slots = [row.ring * RING_SIZE + p % RING_SIZE for p in range(start, start + num_positions)]
-        ring = to_device(torch.tensor(slots), self.device)
-        for own, pieces in zip(self._rings, states, strict=True):
-            own[ring] = (pieces[0] if len(pieces) == 1 else torch.cat(list(pieces)))[:num_positions]
-
     def _new_branch_query(
         self, branches: Sequence[Branch], pieces: Sequence[tuple[int, range]], min_width: int
     ) -> tuple[Query, Tensor]:
@@ -263,14 +246,14 @@ class Runner:
         if all(row.cursors[tier] == len(row.token_ids) for row in rows):
             return  # a lower exit has been asked already
         trunk = self._trunks[tier]
-        for part, spans in self._parts(rows, [row.cursors[tier] for row in rows], trunk[1]):
+        for part, spans in in_parts(rows, [row.cursors[tier] for row in rows], _most(trunk)):
             query = self._query(part, spans)
             if tier == 0:
                 x = self._token_ids(query, spans)
             else:
-                x = self._read_ring(tier - 1, query)
+                x = self.rings.read(tier - 1, query)
             hidden = self._call(trunk, x, query)
-            self._rings[tier][query.ring] = hidden.flatten(0, 1)
+            self.rings.write(tier, query, hidden)
         for row in rows:
             row.cursors[tier] = len(row.token_ids)
 
@@ -281,11 +264,11 @@ class Runner:
         states = []
         # A `layer` exit may lag behind its tier and catches up first; the others compute just what is asked for.
         begins = [row.exit_cursors[tier] for row in rows] if has_kv else starts
-        for part, spans in self._parts(rows, begins, program[1]):
+        for part, spans in in_parts(rows, begins, _most(program)):
             query = self._query(part, spans)
-            x = self._read_ring(tier, query)
+            x = self.rings.read(tier, query)
             if self.exits[tier].context:
-                x = torch.cat([x, self._contexts(part, query, self.exits[tier].context)], dim=-1)
+                x = torch.cat([x, self.rings.contexts(part, query, self.exits[tier].context)], dim=-1)
             if has_kv:
                 out = self._call(program, x, query).flatten(0, 1)
             else:
@@ -307,27 +290,6 @@ class Runner:
         run, bitwise_range, _, takes = program
         self._border.check_input(takes, states)
         return _in_chunks(run, states, bitwise_range)
-
-    def _parts(
-        self, rows: Sequence[Row], starts: list[int], bitwise_range: Range
-    ) -> list[tuple[list[Row], list[range]]]:
-        """Rows that have positions to compute, in runs whose rectangles stay within the program's bitwise range.
-
-        A span longer than the range is cut into pieces, each of which stands as a row of its own. Two pieces of a row
-        must not meet in one call: programs of the functional form read the pages as they were before it, and the later
-        piece would miss the earlier one's keys. They never do, as a piece of full length fills a call.
-        """
-        limit = bitwise_range[1] if bitwise_range else None
-        todo, spans = list(rows), [range(start, len(row.token_ids)) for row, start in zip(rows, starts, strict=True)]
-        lengths = [len(span) for span in spans]
-        if min(lengths) == 0 or (limit is not None and max(lengths) > limit):
-            pieces = [(row, piece) for row, span in zip(rows, spans, strict=True) for piece in cut(span, limit)]
-            todo, spans = [row for row, _ in pieces], [piece for _, piece in pieces]
-        runs = split_by_size(spans, limit)
-        assert len(todo) == len(rows) or all(len({id(todo[i]) for i in run}) == len(run) for run in runs), (spans, runs)
-        if len(runs) == 1:
-            return [(todo, spans)]
-        return [([todo[i] for i in run], [spans[i] for i in run]) for run in runs]
 
     def _query(self, rows: list[Row], spans: list[range]) -> Query:
         """The tensors of a call. Tiers that stand level compute the same positions, so the last ones are kept."""
@@ -354,25 +316,6 @@ class Runner:
         except BorderError as error:
             raise ProgramError(query.rows) from error
 
-    def _read_ring(self, tier: int, query: Query) -> Tensor:
-        assert query.width <= RING_SIZE, f"{query.width} positions do not fit a ring of {RING_SIZE}"
-        batch, width = query.positions.shape
-        return self._rings[tier][query.ring].view(batch, width, -1)
-
-    def _contexts(self, rows: Sequence[Row], query: Query, reach: int) -> Tensor:
-        """[B, T, D]: the target's state of each row's last verified token, for the `reach` positions after that token;
-        zeros beyond them, for those before, which an exit has yet to catch up with, and in rows where that state was
-        never computed."""
-        begins, rings = [], []
-        for row in rows:
-            cursor, has_state = row.cursors[-1], row.cursors[-1] > row.first_state
-            begins.append(cursor if has_state else row.max_len)
-            rings.append(row.ring * RING_SIZE + (cursor - 1) % RING_SIZE if has_state else 0)
-        first, ring = to_device(torch.tensor([begins, rings]), self.device)
-        states = self._rings[-1][ring].unsqueeze(1)  # [B, 1, D]
-        places = query.positions - first.unsqueeze(1)  # 0 for the first position after that token
-        return torch.where(((places >= 0) & (places < reach)).unsqueeze(-1), states, 0.0)
-
     def _call(self, program: Bound, x: Tensor, query: Query) -> Tensor:
         run, _, pages, takes = program
         try:
@@ -380,6 +323,12 @@ class Runner:
             return run(x, query.positions, query.slots, query.block_table, pages)
         except Exception as error:
             raise ProgramError(query.rows) from error
+
+
+def _most(program: Bound) -> int | None:
+    """Tokens in a call of it; None: any number."""
+    bitwise_range = program[1]
+    return bitwise_range[1] if bitwise_range else None
 
 
 def _ungraphed(program: Bound) -> Bound:

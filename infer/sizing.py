@@ -11,12 +11,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from infer.hispec import num_scratch_blocks
 from infer.manifest import Manifest
 from infer.plan import Plan
 from infer.planner import PLAIN
 from infer.pool_size import BYTES_PER_SCORE, bytes_per_block
-from infer.strategy import Policy, most_scored, stages_of
+from infer.stage import num_scratch_blocks
+from infer.strategy import Setting, most_scored, stages_of
 
 # Python, PyTorch, the server, without weights and pool: 0.41 GB with a tiny model on a CPU; the rest is for buffers
 PROCESS_BYTES = 1_000_000_000
@@ -117,8 +117,7 @@ def replicas(
             raise ValueError(f"{speed:g} tokens per second at batch size {batch_size} must be more than 0")
     if not speeds:
         raise ValueError("give plain decoding's speed at one batch size at least, as `infer bench` measures it")
-    planned = [(entry.chosen.strategy, entry.chosen.policy) for entry in plan.entries] if plan else []
-    planned.append((PLAIN, Policy()))
+    planned: list[Setting] = [*(plan.settings if plan else ()), Setting(PLAIN)]
     # A server takes what the whole plan may need, as it moves within it
     scratch = max(num_scratch_blocks(stages_of(*one, manifest), manifest.block_size) for one in planned)
     num_scored = max(most_scored(policy, manifest) for _, policy in planned)

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from infer.artifact import SPRINTER, Artifact, write_unrecorded
-from infer.judging import IdentityRule, Lines, Ruling
+from infer.judging import IdentityRule, Ruling
+from infer.lines import Lines
 from infer.records import MAX_JSON, load_json, read_record
 from infer.row import Row
 from infer.verify import Verdict, verify

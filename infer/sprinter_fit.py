@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from infer.judging import IdentityRule, Lines, Ruling
+from infer.judging import IdentityRule, Ruling
+from infer.lines import Lines
 from infer.llm import LLM
 from infer.output import check_whole
 from infer.params import SamplingParams

@@ -17,14 +17,15 @@ import itertools
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
-from infer.hispec import Stage
 from infer.judging import IdentityRule, Rule
 from infer.lookahead import Lookahead
 from infer.manifest import Manifest
 from infer.ngram import Lookup
 from infer.rejection import RejectionRule
 from infer.sprinter import FIT_AGAIN, Classifier, SprinterRule
+from infer.stage import Stage
 
 STRATEGIES = (
     "autoregressive",
@@ -92,6 +93,13 @@ class Policy:
             )
         if self.max_ngram < self.min_ngram:
             raise ValueError(f"max_ngram={self.max_ngram} must be at least min_ngram={self.min_ngram}")
+
+
+class Setting(NamedTuple):
+    """A strategy and its numbers, which plain decoding does not look at."""
+
+    strategy: str
+    policy: Policy = Policy()
 
 
 # N_d and N_i of the paper; every inner round leaves a token at least, so four fill the window

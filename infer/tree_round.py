@@ -17,10 +17,11 @@ from torch import Tensor
 
 from infer.branch_round import BranchRound
 from infer.branches import Branch, Scratch
-from infer.hispec import Stage
-from infer.judging import Lines, Rule
+from infer.judging import Rule
+from infer.lines import Lines
 from infer.row import Row
 from infer.runner import Runner
+from infer.stage import Stage
 from infer.verify import Verdict
 
 
@@ -94,4 +95,4 @@ class TreeRound(BranchRound):
 
     def _note_states(self, branch: Branch, num_kept: int, states: Sequence[Sequence[Tensor]]) -> None:
         """The drafting exit reads the states of what the row keeps, as after any other round."""
-        self.runner.keep_states(branch.row, branch.start, num_kept, states)
+        self.runner.rings.keep(branch.row, branch.start, num_kept, states)

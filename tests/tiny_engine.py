@@ -28,7 +28,7 @@ from infer.params import SamplingParams
 from infer.prefix_cache import PrefixCache
 from infer.processors import Rules
 from infer.request import Request
-from infer.rounds import make_round
+from infer.round_maker import make_round
 from infer.row import Row
 from infer.runner import Runner
 from infer.sprinter import Classifier

@@ -83,7 +83,7 @@ class Acceptance:
 
 @dataclass
 class Walk:
-    """Rounds of hierarchical speculation over all exits, as `infer.hispec.Round` runs them, summed over batches.
+    """Rounds of hierarchical speculation over all exits, as `infer.round.Round` runs them, summed over batches.
 
     Args:
         policy: γ, N_i and R.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from infer.llm import LLM
     from infer.machine import Machine
     from infer.peers import Peer
-    from infer.planner import Setting
+    from infer.strategy import Setting
 
 
 def add(commands: Any) -> None:
@@ -206,8 +206,7 @@ def _prepare(
     from infer import bench
     from infer.device import check_device
     from infer.machine import describe_machine, note_if_busy
-    from infer.planner import Setting
-    from infer.strategy import paper_depths
+    from infer.strategy import Setting, paper_depths
 
     check_device(args.device)
     here = describe_machine(args.device)

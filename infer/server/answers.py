@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from infer.hispec import NOTHING_ALLOWED, NOTHING_IN_GRAMMAR
+from infer.failures import NOTHING_ALLOWED, NOTHING_IN_GRAMMAR
 from infer.output import CompletionOutput, Logprob, RequestOutput
 from infer.server.errors import ApiError
 

@@ -25,10 +25,9 @@ from infer.params import SamplingParams
 from infer.peers import Peer
 from infer.peers.gguf import write as write_gguf
 from infer.plan import Figure, PlanEntry
-from infer.planner import Setting
 from infer.profile import Overhead, Shares, StrategyOverhead
 from infer.report import print_profile, print_workloads
-from infer.strategy import Policy
+from infer.strategy import Policy, Setting
 from tests.tiny_models import make_tiny_model
 
 PROMPTS = [[5, 9, 3], [7, 8, 9, 10, 11], [20, 21]]

@@ -13,9 +13,9 @@ import torch
 from infer import runner as runner_module
 from infer.batch import Query
 from infer.border import Border, BorderError, Takes, takes_of
+from infer.failures import ProgramError
 from infer.params import SamplingParams
 from infer.row import Row
-from infer.runner import ProgramError
 from tests.tiny_engine import BLOCK_SIZE, DEVICE, PROMPTS, Tiny, all_is_free, make_manifest, model_of, oracle
 
 BORDER = Border(block_size=4, num_blocks=10, max_positions=32, vocab_size=100, device=torch.device("cpu"))

@@ -10,8 +10,8 @@ from infer import calibration
 from infer.calibration import compare, plan_batch, probe
 from infer.llm import LLM
 from infer.params import SamplingParams
-from infer.planner import PLAIN, Setting, settings
-from infer.strategy import Policy
+from infer.planner import PLAIN, settings
+from infer.strategy import Policy, Setting
 from tests.infer.test_profile import Clock
 from tests.tiny_artifact import load
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from infer.params import SamplingParams
-from infer.runner import Runner
+from infer.rings import Rings
 from infer.strategy import Policy
 from tests.tiny_engine import PROMPTS, Tiny, hf_greedy, make_model
 from train.heads import ExitConfig
@@ -39,17 +39,17 @@ class Watched:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: list[tuple[list[int], int, int, Tensor]] = []
-        contexts_of = Runner._contexts
+        contexts_of = Rings.contexts
 
-        def contexts(runner: Runner, rows: Sequence[Any], query: Any, reach: int) -> Tensor:
-            found = contexts_of(runner, rows, query, reach)
+        def contexts(rings: Rings, rows: Sequence[Any], query: Any, reach: int) -> Tensor:
+            found = contexts_of(rings, rows, query, reach)
             for row, positions, states in zip(rows, query.positions.tolist(), found, strict=True):
                 for position, state in zip(positions, states, strict=True):
                     if position >= 0:
                         self.seen.append((list(row.token_ids), position, row.cursors[-1], state.clone()))
             return found
 
-        monkeypatch.setattr(Runner, "_contexts", contexts)
+        monkeypatch.setattr(Rings, "contexts", contexts)
 
 
 def target_states(model: EarlyExitModel, token_ids: list[int]) -> Tensor:

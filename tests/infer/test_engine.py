@@ -1,6 +1,7 @@
 """Admission, ends and failures of requests: nobody waits for ever, nobody keeps blocks, nobody harms a neighbour."""
 
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -167,7 +168,7 @@ def make_llm(strategy: str = "hispec", num_blocks: int = 64, max_model_len: int 
     llm = LLM.__new__(LLM)
     llm.manifest, llm.engine, llm.tokenizer = tiny.manifest, tiny.engine, ByteIds()
     llm._maker = RequestMaker(llm.tokenizer, llm.manifest, seed=0)
-    llm.plan, llm.max_num_seqs = None, 8
+    llm._chooser, llm.max_num_seqs = SimpleNamespace(follow_plan=lambda num_rows: None), 8
     return llm
 
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from infer.failures import NOTHING_IN_GRAMMAR
 from infer.grammar import GrammarCompiler, GrammarState
-from infer.hispec import NOTHING_IN_GRAMMAR
 from infer.params import SamplingParams
 from infer.strategy import Policy
 from infer.structured_outputs import StructuredOutputsParams

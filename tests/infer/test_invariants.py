@@ -6,9 +6,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from infer.hispec import num_scratch_blocks
 from infer.params import SamplingParams
 from infer.row import Row
+from infer.stage import num_scratch_blocks
 from infer.strategy import Policy, stages_of
 from tests.tiny_engine import (
     BLOCK_SIZE,
@@ -120,7 +120,7 @@ def poison(tiny: Tiny) -> None:
             garbage = torch.full_like(flat, 1e4)
             garbage[kept] = flat[kept]
             page.copy_(garbage.view_as(page))
-    for tier, ring in enumerate(tiny.runner._rings):
+    for tier, ring in enumerate(tiny.runner.rings.of_tier):
         due = [row.ring * 64 + p % 64 for row in rows for p in range(row.exit_cursors[tier], row.cursors[tier])]
         # an exit without KV does not lag: its cursor is not kept up
         due = due if tiny.runner.exits[tier].has_kv else []

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from infer.branches import calls, own_branch
+from infer.failures import ProgramError
 from infer.llm import LLM
 from infer.lookahead import Lookahead, Window
 from infer.params import SamplingParams
-from infer.runner import ProgramError
 from infer.strategy import Policy, rule_of, stages_of
 from tests.infer.test_invariants import check_trunks, layered_model
 from tests.tiny_engine import BLOCK_SIZE, DEVICE, PROMPTS, Tiny, make_manifest, model_of, oracle

@@ -4,8 +4,8 @@ from contextlib import nullcontext
 
 import pytest
 
+from infer.failures import ProgramError
 from infer.params import SamplingParams
-from infer.runner import ProgramError
 from infer.stats import TierStats
 from infer.strategy import Policy
 from tests.tiny_engine import PROMPTS, STRATEGIES, Script, Tiny, model_of, texts_of

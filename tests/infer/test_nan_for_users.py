@@ -8,7 +8,7 @@ import torch
 
 from infer import LLM, AsyncLLM, SamplingParams
 from infer.cli import main
-from infer.hispec import NAN_LOGITS
+from infer.failures import NAN_LOGITS
 from infer.runner import Runner
 
 NUM_TOKENS = 8

@@ -47,7 +47,7 @@ def loaded(artifact: Path) -> LLM:
 def llm(loaded: LLM) -> LLM:
     """As if it had been loaded with a plan; loading takes seconds."""
     loaded.use("autoregressive")
-    loaded.plan = make_plan(loaded.conditions)
+    loaded._chooser.plan = make_plan(loaded.conditions)
     return loaded
 
 
@@ -102,10 +102,10 @@ def test_the_entry_is_that_of_the_largest_batch_size_not_above() -> None:
 
 
 def test_auto_follows_the_plan_by_the_number_of_texts_with_plain_decodings_tokens(llm: LLM) -> None:
-    plan, llm.plan = llm.plan, None
+    plan, llm._chooser.plan = llm.plan, None
     texts = [out.outputs[0].token_ids for out in llm.generate(PROMPTS, GREEDY)]
     assert llm.strategy == "autoregressive"
-    llm.plan = plan
+    llm._chooser.plan = plan
     for count, expected in ((1, ENTRIES[0]), (2, ENTRIES[0]), (3, ENTRIES[1]), (4, ENTRIES[1]), (1, ENTRIES[0])):
         outputs = llm.generate(PROMPTS[:count], GREEDY)
         assert used(llm) == expected[1:]
@@ -238,7 +238,7 @@ def test_a_plan_that_is_none_is_set_aside(planned: Artifact, loaded: LLM, conten
 
 def test_without_a_plan_auto_decodes_plainly(artifact: Path, loaded: LLM) -> None:
     assert read_plan(Artifact.open(artifact), loaded.conditions) is None
-    loaded.plan = None
+    loaded._chooser.plan = None
     loaded.use("autoregressive")
     loaded.follow_plan(1)
     assert loaded.strategy == "autoregressive"

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from infer.hispec import Round, Stage
-from infer.judging import Lines, Ruling
+from infer.judging import Ruling
+from infer.lines import Lines
 from infer.params import SamplingParams
 from infer.planner import (
     GRID,
@@ -18,7 +18,6 @@ from infer.planner import (
     PLAIN,
     UNPREDICTED,
     Costs,
-    Setting,
     chances,
     choose,
     lower_quarter,
@@ -26,8 +25,10 @@ from infer.planner import (
     settings,
     shortlist,
 )
+from infer.round import Round
 from infer.row import Row
-from infer.strategy import STRATEGIES, Policy, stages_of
+from infer.stage import Stage
+from infer.strategy import STRATEGIES, Policy, Setting, stages_of
 from infer.verify import Verdict
 from tests.tiny_engine import make_manifest, model_of
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from infer.judging import IdentityRule, Lines
+from infer.judging import IdentityRule
+from infer.lines import Lines
 from infer.params import SamplingParams
 from infer.rejection import RejectionRule
 from infer.row import Row

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from infer.hispec import NAN_LOGITS, NOTHING_ALLOWED
+from infer.failures import NAN_LOGITS, NOTHING_ALLOWED
 from tests.infer.rules_oracle import (
     EOS,
     NUM_TOKENS,

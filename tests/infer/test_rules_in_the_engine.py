@@ -88,7 +88,7 @@ def test_a_round_that_breaks_off_leaves_no_scores(strategy, monkeypatch):
 
 
 def tiny_fault(rows):
-    from infer.runner import ProgramError
+    from infer.failures import ProgramError
 
     return ProgramError(rows)
 

@@ -9,10 +9,10 @@ import pytest
 
 from infer.artifact import Artifact
 from infer.cli import main
-from infer.hispec import num_scratch_blocks
 from infer.plan import Conditions, Figure, Plan, PlanEntry, Sample, write_plan
 from infer.pool_size import BYTES_PER_SCORE
 from infer.sizing import PROCESS_BYTES, Load, Replica, choose, replicas
+from infer.stage import num_scratch_blocks
 from infer.strategy import Policy, most_scored, stages_of
 from tests.infer.test_pool_size import BLOCK_BYTES, MANIFEST
 

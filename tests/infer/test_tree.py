@@ -161,7 +161,7 @@ def test_pages_and_rings_after_each_round_are_those_of_plain_decoding(ranks):
             while plain_request.row is None or len(plain_request.row) < len(row):
                 plain.engine.step()
             first = row.num_prompt_tokens - 1
-            for ring, plain_ring in zip(tiny.runner._rings, plain.runner._rings, strict=True):
+            for ring, plain_ring in zip(tiny.runner.rings.of_tier, plain.runner.rings.of_tier, strict=True):
                 held = [ring[row.ring * 64 + p % 64] for p in range(first, len(row) - 1)]
                 wanted = [plain_ring[plain_request.row.ring * 64 + p % 64] for p in range(first, len(row) - 1)]
                 torch.testing.assert_close(torch.stack(held), torch.stack(wanted), rtol=1e-4, atol=1e-5)

@@ -15,84 +15,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from infer.batch import RING_SIZE, runs_of
-from infer.branches import num_blocks_of_branch
-from infer.judging import IdentityRule, Lines, Rule
+from infer.failures import note_failure
+from infer.judging import IdentityRule, Rule
+from infer.lines import LineMaker, Lines
 from infer.logprobs import score
-from infer.lookahead import Lookahead
-from infer.ngram import Lookup, NgramIndex
-from infer.processors import Processors
+from infer.ngram import NgramIndex
 from infer.row import Row
-from infer.runner import ProgramError, Runner
-from infer.sampler import PickParams
-from infer.sprinter import Classifier
+from infer.runner import Runner
+from infer.stage import Stage, num_scratch_blocks
 from infer.stats import TierStats
 from infer.verify import Verdict
-
-_MAX_BATCHES = 16  # sets of rows judged together that are kept
-
-NAN_LOGITS = "the target's logits are not finite"
-NOTHING_ALLOWED = "allowed_token_ids, bad_words and min_tokens together leave no token to pick"
-NOTHING_IN_GRAMMAR = (
-    "the grammar of structured_outputs, with allowed_token_ids, bad_words and min_tokens, leaves no token to pick"
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """One judge of a round; what the stage below it proposes, it verifies.
-
-    Args:
-        tier: whose exit judges; the target's where none does.
-        repeats: how often the stage acts while the stage above waits: γ for the drafting stage, R for the next, 0 for
-            one that only looks up.
-        window: the stage stops repeating for a row once this many of its tokens wait for the target.
-        lookup: of the first stage: it looks for proposals in the row's text, and acts in rows without any.
-        confidence_threshold: the stage also stops repeating for a row once its exit gave no id so much probability
-            where it appended its own token; 0 is off. It looks at that exit's law and never at the token drawn from it,
-            so that drafts stay samples of the law, as the rejection rule must have them.
-        num_branches: of the first of two stages: most of its exit's other candidates that the target verifies beside
-            what was drafted (`tree_round`), those of at least the probability `branch_threshold`.
-        exits: of the first stage, tiers from its own upwards: every token comes from the lowest of their exits that
-            gives some id the probability `confidence_threshold`, and where none does, the row is left to the stage
-            above without a token. Empty: from its own tier's exit.
-        lookahead: of a target that is the only stage: it looks ahead (`lookahead_round`).
-        classifier: of the first stage: says which of its tokens the target need not verify, so all is lossy.
-    """
-
-    tier: int
-    repeats: int
-    window: int
-    lookup: Lookup | None = None
-    confidence_threshold: float = 0.0
-    num_branches: int = 0
-    branch_threshold: float = 0.0
-    exits: tuple[int, ...] = ()
-    lookahead: Lookahead | None = None
-    classifier: Classifier | None = None
-
-
-def num_scratch_blocks(stages: Sequence[Stage], block_size: int) -> int:
-    """Blocks that a row needs beside those of its text while these stages run, for branches of it."""
-    if (shape := stages[-1].lookahead) is not None:
-        return shape.num_scratch_branches * num_blocks_of_branch(shape.longest, block_size)
-    return stages[0].num_branches * num_blocks_of_branch(stages[0].repeats + 1, block_size)
-
-
-class _Batch:
-    """What follows from the rows that are judged together, kept as most often the same ones come again."""
-
-    def __init__(self, rows: Sequence[Row], device: torch.device) -> None:
-        self.rows = list(rows)
-        columns = [r.params for r in rows], [r.seed for r in rows], [0] * len(rows)
-        self.params = PickParams.of(*columns, device, [r.choice for r in rows])
-        self.has_rules = any(r.rules is not None for r in rows)
-        self.processors: dict[int, Processors] = {}  # by tier, as vocabularies differ
 
 
 class Round:
@@ -108,7 +45,7 @@ class Round:
         self.rule = rule or IdentityRule()
         self.stats = [TierStats() for _ in stages]
         self._verdicts: list[tuple[Row, int, int, int]] = []  # of this round: row, level, drafted, accepted
-        self._batches: dict[tuple[Row, ...], _Batch] = {}
+        self._lines = LineMaker(runner.vocabs, len(stages) - 1, runner.device)
 
     @property
     def judging_tiers(self) -> list[int]:
@@ -220,10 +157,10 @@ class Round:
             here = slice(run.start, run.stop)
             last = first + sum(counts[here])
             logits = self.runner.logits(stage.tier, states[first:last])
-            lines = self._lines(rows[here], level, stage.tier, logits, starts[here])
+            lines = self._lines.make(rows[here], level, stage.tier, logits, starts[here])
             verdicts = self._rule(lines, stage.tier, logits)
             if stage.confidence_threshold:
-                unsure |= _unsure(lines, [accepted for accepted, _ in verdicts], stage.confidence_threshold)
+                unsure |= lines.unsure([accepted for accepted, _ in verdicts], stage.confidence_threshold)
             first = last
         return unsure | self.rule.doubted if self.rule.doubted else unsure
 
@@ -238,45 +175,17 @@ class Round:
             ends = list(itertools.accumulate(len(row) - row.cursors[tier] for row in rows))
             states = self.runner.advance(rows, tier)  # [N, E]
             last = self.runner.logits(tier, states if len(states) == len(rows) else states[[end - 1 for end in ends]])
-            lines = self._lines(rows, level, tier, last, [len(row) - 1 for row in rows])
-            unsure = _unsure(lines, [0] * len(rows), stage.confidence_threshold)
+            lines = self._lines.make(rows, level, tier, last, [len(row) - 1 for row in rows])
+            unsure = lines.unsure([0] * len(rows), stage.confidence_threshold)
             sure = [number for number, row in enumerate(rows) if row not in unsure]
             if len(sure) == len(rows):
                 self._rule(lines, tier, last)
                 return set()
             if sure:
                 chosen, last = [rows[number] for number in sure], last[sure]
-                self._rule(self._lines(chosen, level, tier, last, [len(row) - 1 for row in chosen]), tier, last)
+                self._rule(self._lines.make(chosen, level, tier, last, [len(row) - 1 for row in chosen]), tier, last)
             rows = [row for row in rows if row in unsure]
         return set(rows)
-
-    def _lines(
-        self,
-        rows: list[Row],
-        level: int,
-        tier: int,
-        logits: Tensor,
-        starts: list[int],
-        texts: Sequence[list[int]] | None = None,
-    ) -> Lines:
-        """What the rule looks at: logits [N, V] are the tier's exit's, for the rows' positions from `starts` on.
-
-        texts: the rows' tokens, where they are not their own.
-        """
-        texts = [row.token_ids for row in rows] if texts is None else texts
-        counts = [len(text) - start for text, start in zip(texts, starts, strict=True)]
-        batch = self._batch_of(rows)
-        return Lines(
-            rows=rows,
-            level=level,
-            is_target=level == len(self.stages) - 1,
-            logits=self._processed(batch, logits, texts, starts, counts, tier) if batch.has_rules else logits,
-            ids=self.runner.vocabs[tier],
-            row_params=batch.params,
-            starts=starts,
-            counts=counts,
-            drafted=[text[start + 1 :] for text, start in zip(texts, starts, strict=True)],
-        )
 
     def _rule(self, lines: Lines, tier: int, logits: Tensor) -> list[Verdict]:
         """Let the rule judge and write its rulings into the rows. logits [N, V]: before the rows' own rules."""
@@ -287,15 +196,6 @@ class Round:
             first += count
             self._write(row, lines, number, tier, verdict, is_broken and is_broken[here], logits[here])
         return verdicts
-
-    def _batch_of(self, rows: list[Row]) -> _Batch:
-        key = tuple(rows)
-        batch = self._batches.get(key)
-        if batch is None:
-            if len(self._batches) == _MAX_BATCHES:
-                self._batches.clear()
-            batch = self._batches[key] = _Batch(rows, self.runner.device)
-        return batch
 
     def _write(
         self,
@@ -312,7 +212,7 @@ class Round:
         start, proposed = lines.starts[number], lines.drafted[number]
         row.truncate(start + 1 + accepted)
         if is_broken and any(is_broken):  # a rejected position's K and V, too, stay in the blocks
-            _note_failure(row, logits, is_broken, lines.is_target and own < 0)
+            note_failure(row, logits, is_broken, lines.is_target and own < 0)
         if own >= 0:
             row.append(own, tier)
         if lines.is_target and row.scores is not None and row.scores.num_generated is not None:
@@ -322,55 +222,3 @@ class Round:
             row.append(0, tier)  # a lower exit's broken pick is just a bad guess
         if proposed:
             self._verdicts.append((row, lines.level, len(proposed), accepted))
-
-    def _processed(
-        self,
-        batch: _Batch,
-        logits: Tensor,
-        texts: Sequence[list[int]],
-        starts: list[int],
-        counts: list[int],
-        tier: int,
-    ) -> Tensor:
-        """The logits after what the batch's rows ask for, given each row's text before each position."""
-        if tier not in batch.processors:
-            rules, vocab = [row.rules for row in batch.rows], self.runner.vocabs[tier]
-            batch.processors[tier] = Processors(rules, logits.shape[1], vocab, self.runner.device)
-        masks = _masks(batch.rows, texts, starts, counts)
-        return batch.processors[tier].apply(logits, texts, starts, counts, masks)
-
-
-def _unsure(lines: Lines, num_accepted: Sequence[int], least: float) -> set[Row]:
-    """The rows in which the line of the judge's own token gives no id the probability `least`."""
-    first, own = 0, []
-    for count, accepted in zip(lines.counts, num_accepted, strict=True):
-        own.append(first + accepted)
-        first += count
-    logits = lines.logits[own].float()
-    surest = (logits.amax(dim=-1) - logits.logsumexp(dim=-1)).exp().tolist()
-    return {row for row, sure in zip(lines.rows, surest, strict=True) if sure < least}
-
-
-def _masks(
-    rows: Sequence[Row], texts: Sequence[list[int]], starts: Sequence[int], counts: Sequence[int]
-) -> dict[int, Tensor]:
-    """What the rows' grammars allow at their positions, for those that have one: row's number → [count, G] int32."""
-    masks = {}
-    for b, (row, text, start, count) in enumerate(zip(rows, texts, starts, counts, strict=True)):
-        if row.grammar is not None:
-            num_prompt = row.num_prompt_tokens
-            try:
-                masks[b] = row.grammar.masks(text[num_prompt:], start + 1 - num_prompt, count)
-            except Exception as error:  # one text's, so its neighbours need not end with it
-                raise ProgramError([row]) from error
-    return masks
-
-
-def _note_failure(row: Row, logits: Tensor, has_no_pick: Sequence[bool], has_no_token: bool) -> None:
-    """Why there is no pick at some of the positions of logits [T, V]: they are broken, or the row's own rules leave no
-    id of this exit's. `has_no_token`: so the row can't go on."""
-    broken = [not bool(line.max().isfinite()) for line in logits[torch.tensor(has_no_pick)]]
-    row.has_nan = row.has_nan or any(broken)
-    if has_no_token:  # the first position without a pick is where the row stands
-        nothing = NOTHING_ALLOWED if row.grammar is None else NOTHING_IN_GRAMMAR
-        row.failure = NAN_LOGITS if broken[0] else nothing

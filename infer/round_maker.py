@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from infer.hispec import Round, Stage
 from infer.judging import Rule
 from infer.lookahead_round import LookaheadRound
+from infer.round import Round
 from infer.runner import Runner
+from infer.stage import Stage
 from infer.tree_round import TreeRound
 
 
