@@ -25,6 +25,7 @@ import torch
 import torch._inductor
 import torch.utils._pytree as pytree
 from safetensors.torch import load_file
+from torch._inductor.exc import InductorError
 from torch.export import ExportedProgram
 
 import infer.backends.eager
@@ -98,8 +99,10 @@ def build(job: BuildJob) -> dict[str, dict[str, int]]:
     if taken:
         job.report(f"{len(taken)} of {len(jobs)} packages as an earlier export has compiled them, from {job.cache}")
     packages = {one.name: one.package for one in jobs}
-    for name, seconds in _compile_all([one for one in jobs if one not in taken], job.num_workers):
+    for name, seconds, fault in _compile_all([one for one in jobs if one not in taken], job.num_workers):
         job.report(f"compiled {name} in {seconds:.0f} s")
+        if fault:
+            job.report(f"{name} has Inductor's own kernels, as autotuning it failed: {fault}")
         if name in keys:
             _keep(job, keys[name], packages[name])
     return {one.name: count_kernels(one.package) for one in jobs}
@@ -146,8 +149,9 @@ def _keys(jobs: Sequence[_Job], job: BuildJob) -> dict[str, str]:
     }
 
 
-def _compile_all(jobs: Sequence[_Job], num_workers: int) -> Iterator[tuple[str, float]]:
-    """Compile all jobs, largest first, `num_workers` at a time; yields (name, seconds) as they end."""
+def _compile_all(jobs: Sequence[_Job], num_workers: int) -> Iterator[tuple[str, float, str]]:
+    """Compile all jobs, largest first, `num_workers` at a time; yields (name, seconds, why autotuning failed) as they
+    end."""
     if not jobs:
         return
     largest_first = sorted(jobs, key=lambda job: -job.weights_file.stat().st_size)
@@ -173,10 +177,22 @@ def _stop(pool: ProcessPoolExecutor) -> None:
             process.terminate()
 
 
-def _compile(job: _Job, cache: str) -> tuple[str, float]:
+def _compile(job: _Job, cache: str) -> tuple[str, float, str]:
     start = time.perf_counter()
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
     torch.set_num_threads(job.num_threads)
+    fault = ""
+    try:
+        _write_package(job, job.autotune)
+    except InductorError as error:  # torch 2.13 asserts without a word while it times templates for some products
+        if not job.autotune or job.device == "cuda":  # there templates are what keeps bits equal
+            raise
+        fault = str(error).strip().splitlines()[0]
+        _write_package(job, autotune=False)
+    return job.name, time.perf_counter() - start, fault
+
+
+def _write_package(job: _Job, autotune: bool) -> None:
     # Clones: a package would store the whole mapped file behind every tensor that is a view of it
     tensors = {name: tensor.clone() for name, tensor in load_file(job.weights_file, job.device).items()}
     exported = read_graph(job.graph_file, tensors)
@@ -185,9 +201,8 @@ def _compile(job: _Job, cache: str) -> tuple[str, float]:
         torch._inductor.aoti_compile_and_package(
             exported,
             package_path=str(job.package),
-            inductor_configs=options(job.device, job.autotune) | {"aot_inductor.metadata": {PROGRAM_KEY: job.name}},
+            inductor_configs=options(job.device, autotune) | {"aot_inductor.metadata": {PROGRAM_KEY: job.name}},
         )
-    return job.name, time.perf_counter() - start
 
 
 def example_inputs(exported: ExportedProgram) -> Any:

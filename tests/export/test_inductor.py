@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch._inductor.exc import InductorError
 
 from export.backends import inductor
 from export.cli import _stopped_by_sigterm
@@ -52,6 +54,30 @@ def test_sigterm_ends_compilers_instead_of_waiting_for_them(tmp_path: Path, monk
     while any(map(is_running, pids)) and time.monotonic() - sent[0] < 30:
         time.sleep(0.05)
     assert not any(map(is_running, pids))
+
+
+@pytest.mark.parametrize(("device", "autotune"), [("cpu", True), ("cpu", False), ("cuda", True)])
+def test_where_autotuning_fails_a_cpu_program_has_inductors_own_kernels(
+    device: str, autotune: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def fail_first(job: inductor._Job, autotune: bool) -> None:
+        tried.append(autotune)
+        if len(tried) == 1:
+            raise InductorError(AssertionError("Incorrect result from choice\n\n"), None)
+
+    monkeypatch.setattr(inductor, "_write_package", fail_first)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    files = {"graph_file": tmp_path, "weights_file": tmp_path, "package": tmp_path}
+    job = inductor._Job(name="exit", device=device, autotune=autotune, num_threads=torch.get_num_threads(), **files)
+    if device == "cpu" and autotune:
+        _, _, fault = inductor._compile(job, str(tmp_path))
+        assert tried == [True, False] and fault == "AssertionError: Incorrect result from choice"
+    else:
+        with pytest.raises(InductorError):
+            inductor._compile(job, str(tmp_path))
+        assert tried == [autotune]
 
 
 @pytest.mark.slow
