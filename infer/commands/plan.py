@@ -47,7 +47,11 @@ def _run(args: argparse.Namespace) -> int:
     note_if_busy(load_average())
     llm = options.load_llm(args, "autoregressive", args.verification)
     prompts = [options.token_ids(llm, row) for row in rows]
-    entries = [calibration.plan_batch(llm, prompts, size, params, args.margin, options.show_progress) for size in sizes]
+    # The largest first: answers that are too short for a batch to fill are found before any other work is done
+    entries = [
+        calibration.plan_batch(llm, prompts, size, params, args.margin, options.show_progress)
+        for size in reversed(sizes)
+    ][::-1]
     print(file=sys.stderr)
     sample = Sample(
         num_prompts=len(prompts),
