@@ -28,6 +28,7 @@ from infer.planner import (
     predict,
     settings,
     shortlist,
+    typical,
 )
 from infer.round import Round
 from infer.row import Row
@@ -36,7 +37,7 @@ from infer.strategy import LOSSY, Setting, stages_of
 NUM_COMPARED = 3  # settings that are run beside plain decoding
 LEAST_PREDICTED = 0.8  # of plain decoding's speed; not worth a run below, as predictions are not that wrong
 LOWEST_QUARTER = 0.85  # of the chosen one; texts in which it does not pay are decoded plainly (`payoff`)
-MIN_GROUPS = 5  # of prompts, for a median
+MIN_GROUPS = 5  # of prompts, three of which are the middle half
 WARMUP_TOKENS = 8
 
 Prompts = Sequence[Sequence[int]]
@@ -205,6 +206,6 @@ def _figure(setting: Setting, predicted: float | None, ratios: Sequence[float]) 
         strategy=setting.strategy,
         policy=setting.policy,
         predicted=None if predicted is None else round(predicted, 3),
-        ratio=round(statistics.median(ratios), 3),
+        ratio=round(typical(ratios), 3),
         ratio_low=round(lower_quarter(ratios), 3),
     )

@@ -87,7 +87,7 @@ class Figure:
     strategy: str
     policy: Policy
     predicted: float | None  # from costs and acceptance, without the prompts' own time; None: measured alone
-    ratio: float  # measured, prompts included: median over groups of them
+    ratio: float  # measured, prompts included: mean over the middle half of their groups
     ratio_low: float  # its lower quarter
 
     @property

@@ -140,9 +140,9 @@ def test_where_every_candidate_loses_plain_decoding_is_the_plan(llm: LLM, clock:
     runner = llm.engine.runner
     runner.bind(slowed(runner.programs, clock, lambda _: 1.0), bitwise=False)  # drafts cost as much as the target
     llm.use(PLAIN, verification="rejection")
-    entry = plan_batch(llm, PROMPTS[:2], 1, PARAMS, 0.0)
+    entry = plan_batch(llm, PROMPTS[:2], 1, PARAMS, 0.05)
     assert (entry.chosen.strategy, entry.chosen.ratio, entry.chosen.predicted) == (PLAIN, 1, 1)
-    assert entry.runner_up is not None and entry.runner_up.ratio <= 1  # a lookup that finds nothing costs nothing here
+    assert entry.runner_up is not None and entry.runner_up.ratio <= 1.05  # lookups cost nothing here, and find a little
     assert llm.verification == "rejection"
 
 

@@ -24,6 +24,7 @@ from infer.planner import (
     predict,
     settings,
     shortlist,
+    typical,
 )
 from infer.round import Round
 from infer.row import Row
@@ -205,7 +206,15 @@ def test_plain_decoding_wins_ties_and_near_ties() -> None:
     assert choose({a: [1.04] * 5, b: [1.2] * 5}, 0.03) == b
 
 
-def test_a_median_above_the_margin_is_not_enough_where_a_quarter_loses() -> None:
+def test_what_most_texts_gain_decides_and_not_the_one_in_the_middle() -> None:
+    lookups, drafts = Setting("prompt_lookup"), Setting("ngram_layerskip")
+    measured = {lookups: [1.2, 1.25, 1.35, 1.5, 1.9], drafts: [1.26, 1.33, 1.34, 1.78, 1.83]}
+    assert choose(measured, 0.03) == drafts
+    assert typical([9.0, 1.0, 2.0, 3.0, -5.0]) == 2 and typical([4.0]) == 4 and typical([1.0, 2.0]) == 1.5
+    assert typical([0.01, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 99.0]) == 3.5, "a quarter of eight are two at each end"
+
+
+def test_a_gain_above_the_margin_is_not_enough_where_a_quarter_loses() -> None:
     a, b = Setting("layerskip"), Setting("hispec")
     assert lower_quarter([5.0, 1.0, 3.0, 2.0, 4.0]) == 2.0
     noisy = [0.7, 0.8, 1.5, 1.6, 1.7]
