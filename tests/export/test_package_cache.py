@@ -61,14 +61,14 @@ class Exports:
         inductor.build(self.job)
         return sorted(self.compiled)
 
-    def compile_all(self, jobs: Sequence[Any], num_workers: int) -> Iterator[tuple[str, float]]:
+    def compile_all(self, jobs: Sequence[Any], num_workers: int) -> Iterator[tuple[str, float, str]]:
         """Packages of no code, which name their program and hold its weights."""
         for job in jobs:
             with zipfile.ZipFile(job.package, "w") as archive:
                 archive.writestr("model.cpp", job.name)
                 archive.writestr("weights", job.weights_file.read_bytes())
             self.compiled.append(job.name)
-            yield job.name, 0.0
+            yield job.name, 0.0, ""
 
     def packages(self) -> dict[str, bytes]:
         return {name: (self.job.folder / f"{name}.pt2").read_bytes() for name in NAMES}
