@@ -180,6 +180,14 @@ def test_it_is_fitted_by_a_command_and_shown_as_lossy(artifact: Path, tmp_path: 
     assert "lossy by design" in capsys.readouterr().err
     assert main(["check", *args, "--num-prompts", "1", "--strategies", "all", "--allow-lossy"]) == 0
     assert "sprinter" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_it_is_tuned_by_a_plan_that_may_and_chosen_by_none(artifact: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("".join(f"Text number {n} of ten\n" for n in range(10)))
+    args = [str(artifact), *ON_DEVICE, "--prompts", str(prompts)]
+    assert main(["calibrate-sprinter", *args, "--max-tokens", "40", "--least-right", "0.01"]) == 0
     planned = ["plan", *args, "--num-prompts", "1", "--max-tokens", "12", "--batch-sizes", "1"]
     for allowed, expected in ((["--allow-lossy"], {"sprinter"}), ([], set())):
         assert main([*planned, *allowed]) == 0
