@@ -220,9 +220,9 @@ def choose(ratios: Mapping[Setting, Sequence[float]], margin: float, lowest: flo
     must reach `lowest`.
     """
     passed = {
-        setting: typical(values)
+        setting: speed
         for setting, values in ratios.items()
-        if setting.strategy not in LOSSY and typical(values) > 1 + margin and lower_quarter(values) >= lowest
+        if setting.strategy not in LOSSY and (speed := typical(values)) > 1 + margin and lower_quarter(values) >= lowest
     }
     return max(passed, key=lambda setting: passed[setting]) if passed else Setting(PLAIN)
 
