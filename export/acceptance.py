@@ -35,7 +35,7 @@ from train.counting import answered
 from train.linear_loss import top_ids
 from train.promise import FILE, REMEDY, Promise
 
-MAX_SHORTFALL = 2.0  # points
+MAX_SHORTFALL = 2.0  # points, of one count against the other of the same rounds
 NUM_PROMPTS, NUM_TOKENS = 24, 64  # of the engine's answers
 BATCH_SIZE = 8
 LEAST_PROMPT = 16  # tokens of a row without a prompt
@@ -80,6 +80,13 @@ class Kept:
     def shortfall(self) -> float:
         """The most that one figure lies below, in points; negative where all lie above."""
         return 100 * max(a - b for a, b in zip(self.expected.figures, self.found.figures, strict=True))
+
+    @property
+    def allowed(self) -> float:
+        """Points. The engine's rounds and the rule's part where a draft falls differently in the last bits, and are
+        other rounds from there on: a standard error of a share in so many is chance."""
+        chance = 50 / self.found.num_rounds**0.5 if self.by == "engine" and self.found.num_rounds else 0.0
+        return MAX_SHORTFALL + chance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,11 +189,11 @@ def check(counter: Counter, make_llm: Callable[[int, int], LLM], where: str, pro
         expected, served = Rates.of(counted, only_rounds=True), Rates.of(engine, only_rounds=True)
         report.append(Kept(exit=draft, by="engine", expected=expected, found=served))
     for kept in report:
-        if not kept.shortfall <= MAX_SHORTFALL:
+        if not kept.shortfall <= kept.allowed:
             raise ParityError(
                 f"{where}: exit {kept.exit} keeps less than validation promised: {OF[kept.by]} "
                 f"{kept.found}, expected {kept.expected}; {kept.shortfall:.1f} points are missing, at most "
-                f"{MAX_SHORTFALL:g} are allowed; no artifact was written"
+                f"{kept.allowed:.2g} are allowed; no artifact was written"
             )
     return report
 

@@ -25,6 +25,7 @@ SHAPES = sorted(
 )
 EXTRA_BLOCKS = (1, 4, 13, 40, 200)
 LOWS = (1, 2)  # least numbers of tokens in a call that are tried
+ENOUGH = 16  # tokens in a call of one row that decodes
 
 Results = Iterator[tuple[int, bool]]  # number of tokens in a call, whether every one had its own bits
 
@@ -59,7 +60,7 @@ def flat_range(program: Callable[[Tensor], Tensor], tokens: Tensor) -> tuple[int
         alone = torch.cat([program(tokens[i : i + 1].repeat(low, 1))[:1] for i in range(MAX_TOKENS)])
         return ((n, torch.equal(program(tokens[:n].clone()), alone[:n])) for n in sizes if n >= low)
 
-    return _first_range(results)
+    return _range(results)
 
 
 @torch.no_grad()
@@ -113,18 +114,23 @@ def paged_range(
         yield low, all(wide)
         yield from ((b * t, matches(b, t)) for b, t in SHAPES if b * t >= low)
 
-    return _first_range(results)
+    return _range(results)
 
 
-def _first_range(results: Callable[[int], Results]) -> tuple[int, int] | None:
-    """[low, n]: the least `low` with which any larger call matches, and the largest n up to which every call does;
-    None when there is none."""
+def _range(results: Callable[[int], Results]) -> tuple[int, int] | None:
+    """[low, n], n the largest number up to which every call matches; None where no call but the least does.
+
+    The first `low` whose n is enough, else that with the largest: a call more costs more than a token of padding.
+    """
+    best: tuple[int, int] | None = None
     for low in LOWS:
         limit = 0
         for n, group in groupby(results(low), key=lambda result: result[0]):
             if not all(matched for _, matched in group):
                 break
             limit = n
-        if limit > low:
-            return low, limit
-    return None
+        if limit > max(low, best[1] if best else 0):
+            best = low, limit
+        if limit >= ENOUGH:
+            break
+    return best

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from export import acceptance, bitwise
-from export.acceptance import Counter
+from export.acceptance import MAX_SHORTFALL, Counter, Kept, Rates
 from export.cli import main
 from export.parity import Caller, ParityError
 from export.programs import tier_spans
@@ -162,6 +162,16 @@ def test_less_than_was_promised_is_stopped_and_more_is_not(made: Made, points: f
         return
     with pytest.raises(ParityError, match=r"exit intermediate keeps less than validation promised.*at most 2 are"):
         made.check(more(made.promise, points))
+
+
+def test_chance_is_allowed_to_the_engine_whose_rounds_are_others_and_not_to_a_count_of_the_same_rounds() -> None:
+    half, less = (Rates(agreement=None, rates=[rate], length=1 + rate, num_rounds=400) for rate in (0.52, 0.48))
+    engine = Kept(exit="draft", by="engine", expected=half, found=less)
+    programs = replace(engine, by="programs")
+    assert engine.shortfall == pytest.approx(4.0) and programs.allowed == MAX_SHORTFALL < engine.shortfall
+    assert engine.allowed == pytest.approx(MAX_SHORTFALL + 2.5)  # √(½ · ½ / 400)
+    none = replace(engine, found=replace(less, num_rounds=0))
+    assert none.allowed == MAX_SHORTFALL
 
 
 def test_an_exit_that_always_agrees_is_counted_as_the_engine_has_room_for_it(made: Made) -> None:
