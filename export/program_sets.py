@@ -20,7 +20,7 @@ from export.backends.backend import BuildJob
 from export.graphs import Graphs
 from export.programs import Program, Span
 from infer.artifact import Artifact, ProgramSet, write_manifest
-from infer.device import gpu_name, host_capability
+from infer.device import gpu_name, host_capability, processor_name
 from infer.draft_vocab import read_draft_vocabs
 from infer.llm import LLM
 from infer.manifest import BuildInfo, Limits, Manifest, ProgramInfo
@@ -61,6 +61,7 @@ def build_programs(
         machine=platform.machine(),
         cpu_capability=host_capability(options.device),
         gpu_name=gpu_name(options.device),
+        processor=processor_name(options.device),
         num_threads=torch.get_num_threads(),
         programs={
             p.name: ProgramInfo(

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 
 import torch
 
-from infer.device import RUNTIME_PACKAGES, gpu_name, host_capability, missing_compiler, package_version
+from infer.device import RUNTIME_PACKAGES, gpu_name, host_capability, missing_compiler, package_version, processor_name
 from infer.records import load_json, read_record
 
 FORMAT_VERSION = 3  # 2: exits may read the target's state (`context`); 3: builds name their packages and weights
@@ -180,6 +180,7 @@ class BuildInfo:
     num_threads: int
     programs: dict[str, ProgramInfo]
     gpu_name: str | None = None  # None: built for the CPU, or by an older HiSpec
+    processor: str | None = None  # the maker's name of the one that ranges were measured on; None: by an older HiSpec
 
     @property
     def folder_name(self) -> str:
@@ -225,9 +226,15 @@ class BuildInfo:
 
     def unproved(self) -> list[str]:
         """What lets these programs run here but may give other last bits than where their ranges were measured."""
-        if self.backend != "onnx":
+        pairs = list[tuple[str, str, str]]()
+        if self.backend == "compile":  # what was measured of eager's programs is not relied on
             return []
-        pairs = self._hardware() + self._packages()
+        if self.backend not in HARDWARE_BOUND:  # those run nowhere else
+            pairs += self._hardware()
+        if self.backend == "onnx":
+            pairs += self._packages()
+        if self.device == "cpu" and self.processor is not None:  # libraries choose kernels by maker and model too
+            pairs.append(("processor", self.processor, processor_name()))
         return [f"{name} was {built}, is {here}" for name, built, here in pairs if built != here]
 
     def _hardware(self) -> list[tuple[str, str, str]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from infer import manifest
 from infer.artifact import Artifact, write_manifest
 from infer.device import host_capability
 from infer.manifest import BaseInfo, BuildInfo, ExitInfo, Limits, Manifest, ProgramInfo, TierInfo
@@ -345,6 +346,18 @@ def test_onnxruntime_is_known_by_either_name_and_an_older_one_is_no_fit(tmp_path
     install(monkeypatch, onnx="1.19", **{name: "1.22.9"})
     with pytest.warns(UserWarning, match=r"onnxruntime is 1\.23\.0 in the artifact, 1\.22\.9 here"):
         assert artifact.select("onnx,eager").build == build("eager")
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor", "onnx", "compile"])
+def test_bits_measured_on_another_processor_are_told_as_unproved(backend, monkeypatch):
+    """An instruction set does not say it: the same library has other kernels for another maker's processor."""
+    monkeypatch.setattr(manifest, "processor_name", lambda: "EPYC")
+    here = build(backend, processor="EPYC")
+    assert not here.unproved() and not replace(here, processor=None).unproved()
+    elsewhere = replace(here, processor="Xeon").unproved()
+    assert elsewhere == ([] if backend == "compile" else ["processor was Xeon, is EPYC"])
+    told = replace(here, cpu_capability="AVX9000").unproved()
+    assert told == ([f"cpu_capability was AVX9000, is {here.cpu_capability}"] if backend in ("eager", "onnx") else [])
 
 
 def test_a_hard_link_is_the_file_that_it_is_but_never_written_through(folder, tmp_path):
