@@ -15,7 +15,8 @@ import torch
 from infer.device import RUNTIME_PACKAGES, gpu_name, host_capability, missing_compiler, package_version, processor_name
 from infer.records import load_json, read_record
 
-FORMAT_VERSION = 3  # 2: exits may read the target's state (`context`); 3: builds name their packages and weights
+# 2: exits may read the target's state (`context`); 3: builds name their packages and weights; 4: and the processor
+FORMAT_VERSION = 4
 MANIFEST = "hispec.json"
 HARDWARE_BOUND = frozenset({"inductor", "tensorrt"})  # backends whose programs hold machine code
 EXPORT_AGAIN = "export it again with python -m export --output DIR (see python -m export --help)"
@@ -180,7 +181,7 @@ class BuildInfo:
     num_threads: int
     programs: dict[str, ProgramInfo]
     gpu_name: str | None = None  # None: built for the CPU, or by an older HiSpec
-    processor: str | None = None  # the maker's name of the one that ranges were measured on; None: by an older HiSpec
+    processor: str | None = None  # its maker's name for the one that ranges were measured on; None: not known
 
     @property
     def folder_name(self) -> str:

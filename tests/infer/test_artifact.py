@@ -12,7 +12,7 @@ import torch
 from infer import manifest
 from infer.artifact import Artifact, write_manifest
 from infer.device import host_capability
-from infer.manifest import BaseInfo, BuildInfo, ExitInfo, Limits, Manifest, ProgramInfo, TierInfo
+from infer.manifest import FORMAT_VERSION, BaseInfo, BuildInfo, ExitInfo, Limits, Manifest, ProgramInfo, TierInfo
 
 BASE = BaseInfo(
     name="tiny", revision=None, config_sha256="0" * 64, family="llama", num_layers=6, hidden_size=32, exit_size=32,
@@ -167,8 +167,8 @@ def test_bytes_that_are_no_text_are_refused(folder):
 
 
 def test_a_format_of_the_future_is_refused_naming_both_versions(folder):
-    edit(folder, lambda data: data.update(format_version=4, tiers="whatever"))
-    refuse(folder, "format_version=4", "reads 3")
+    edit(folder, lambda data: data.update(format_version=FORMAT_VERSION + 1, tiers="whatever"))
+    refuse(folder, f"format_version={FORMAT_VERSION + 1}", f"reads {FORMAT_VERSION}")
 
 
 @pytest.mark.parametrize("field", ["format_version", "base", "tiers", "limits", "files", "eos_token_ids"])
