@@ -79,7 +79,7 @@ def _sets(sets: list[ProgramSet]) -> Table:
         build = one.build
         here = "; ".join(build.misfits()) or "yes"
         table.add_row(
-            build.folder_name, build.backend, build.dtype, f"{build.machine} {build.cpu_capability}",
+            build.folder_name, build.backend, build.dtype, f"{build.processor or build.machine} {build.cpu_capability}",
             str(build.num_threads), here,
         )  # fmt: skip
     return table
