@@ -8,10 +8,6 @@ the same keys and values and so give the same bits:
     functional  only reads pages: gathers them, then puts the new entries into that copy at their logical positions, and
                 leaves them to its caller, who writes the pages. For backends whose outputs can't alias their inputs.
 
-SDPA's products are the libraries', and not on every processor does a row of a product have the same bits however many
-rows stand beside it: MKL's on AMD's do not. There the inplace form attends token by token (`by_token`), in products of
-one shape.
-
 The Triton form, for GPUs, writes the new entries too and reads the pages where they lie (`infer.triton_attention`).
 """
 
@@ -20,8 +16,8 @@ The Triton form, for GPUs, writes the new entries too and reads the pages where 
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -29,15 +25,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-Attention = Literal["portable", "by_token", "triton"]
+from export.bitwise import ENOUGH
+
+Attention = Literal["portable", "triton"]
 PAGED_ATTENTION = "hispec_paged"
-BY_TOKEN_ATTENTION = "hispec_paged_by_token"
 Form = Literal["inplace", "functional"]
 TRITON_ATTENTION = "hispec_paged_triton"
-NAMES: dict[Attention, str] = {
-    "portable": PAGED_ATTENTION, "by_token": BY_TOKEN_ATTENTION, "triton": TRITON_ATTENTION,
-}  # fmt: skip
-MOST_BY_TOKEN = 32  # tokens of a row that are attended one by one; prompts' chunks are longer, and alike for all
 
 
 class Places(NamedTuple):
@@ -68,44 +61,27 @@ class Pages(NamedTuple):
     slots: Tensor  # [B, T] int64: where each query's own key and value go; 0.. S-1 is the null block
     block_table: Tensor  # [B, M] int64, padded with any block of the row's own
     positions: Tensor  # [B, T] int64, −1 is padding
-    mask: Tensor | None  # [B, 1, T·max(G, 2), M·S] bool, True where the query may look; None in the Triton form
+    mask: Tensor | None  # [B, 1, T·F, M·S] bool, True where the query may look; None in the Triton form
+    fold: int  # F
     caches: dict[int, tuple[Tensor, Tensor]]  # id of the attention module → its (k, v) [num_blocks, S, K, head_dim]
     places: Places | None  # of the functional form; None: inplace
     new: list[Tensor]  # functional: gets each layer's new k and v in turn, each [B, T, K, head_dim]
 
 
-def default_attention(device: str, fold: int, head_dim: int, dtype: torch.dtype) -> Attention:
-    """The Triton form on a GPU where the package is there; else the portable one where it is exact here."""
-    if device == "cuda" and importlib.util.find_spec("triton") is not None:
-        return "triton"
-    return "portable" if device != "cpu" or folds_exactly(fold, head_dim, dtype) else "by_token"
-
-
-@torch.no_grad()
-def folds_exactly(fold: int, head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether SDPA gives F queries of one token the same bits beside those of other tokens, on this processor."""
-    draw = torch.Generator().manual_seed(0)
-    for num_slots in (64, 80, 256, 704):
-        shapes = ((MOST_BY_TOKEN * fold, head_dim), (num_slots, head_dim), (num_slots, head_dim))
-        query, key, value = (torch.randn(1, 2, *shape, generator=draw).to(dtype) for shape in shapes)
-        mask = torch.ones(1, 1, MOST_BY_TOKEN * fold, num_slots, dtype=torch.bool)
-        parts = zip(query.split(fold, 2), mask.split(fold, 2))
-        alone = torch.cat([F.scaled_dot_product_attention(q, key, value, attn_mask=m) for q, m in parts], 2)
-        for length in range(2, MOST_BY_TOKEN + 1):
-            end = length * fold
-            beside = F.scaled_dot_product_attention(query[:, :, :end], key, value, attn_mask=mask[:, :, :end])
-            if not torch.equal(beside, alone[:, :, :end]):
-                return False
-    return True
+def default_attention(device: str) -> Attention:
+    """The Triton form on a GPU where the package is there, else the portable one."""
+    return "triton" if device == "cuda" and importlib.util.find_spec("triton") is not None else "portable"
 
 
 def attention_name(attention: Attention) -> str:
     """The name that transformers knows a form by; ValueError when the form can't be had here."""
-    if attention not in NAMES:
-        raise ValueError(f"attention={attention!r} is unknown; expected {', '.join(NAMES)}")
-    if attention == "triton" and importlib.util.find_spec("triton") is None:
+    if attention == "portable":
+        return PAGED_ATTENTION
+    if attention != "triton":
+        raise ValueError(f"attention={attention!r} is unknown; expected portable or triton")
+    if importlib.util.find_spec("triton") is None:
         raise ValueError("attention=triton needs the package triton: pip install triton, or use attention=portable")
-    return NAMES[attention]
+    return TRITON_ATTENTION
 
 
 def page_mask(positions: Tensor, num_slots: int, fold: int) -> Tensor:
@@ -119,10 +95,39 @@ def page_mask(positions: Tensor, num_slots: int, fold: int) -> Tensor:
     return visible.unsqueeze(2).expand(batch, length, fold, num_slots).reshape(batch, 1, length * fold, num_slots)
 
 
-def fold_factor(num_heads: int, num_kv_heads: int) -> int:
-    """Rows of the folded query per token. One query head per KV head is doubled: a single row would take the GEMV
-    path of the kernel, whose sums come in another order than the GEMM's (DESIGN §5)."""
-    return max(num_heads // num_kv_heads, 2)
+def fold_factor(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> int:
+    """F, at least G: the least number of rows of the folded query per token that is exact here.
+
+    A single row takes the GEMV path of the kernel, whose sums come in another order than the GEMM's (DESIGN §5). On
+    AMD's processors the order depends on the number of rows where that is no multiple of four, in both dtypes.
+    """
+    groups = num_heads // num_kv_heads
+    least, even = max(groups, 2), -(-groups // 4) * 4
+    return least if device.type != "cpu" or folds_exactly(least, head_dim, dtype) else even
+
+
+@functools.cache
+@torch.no_grad()
+def folds_exactly(fold: int, head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether SDPA gives F queries of one token the same bits beside those of other tokens, on this processor.
+
+    Tried in the calls that decoding makes of a row, and with many heads: in bfloat16 most sums of another order are
+    rounded to the same number.
+    """
+    draw, num_heads = torch.Generator().manual_seed(0), 16
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        mask = torch.ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+    for num_slots in (80, 256, 704):
+        query = torch.randn(1, num_heads, ENOUGH * fold, head_dim, generator=draw).to(dtype)
+        cached = torch.randn(2, 1, num_heads, num_slots, head_dim, generator=draw).to(dtype).unbind()
+        alone = torch.cat([attend(one, *cached) for one in query.split(fold, 2)], 2)
+        for end in range(2 * fold, ENOUGH * fold + 1, fold):
+            if not torch.equal(attend(query[:, :, :end], *cached), alone[:, :, :end]):
+                return False
+    return True
 
 
 def paged_attention(
@@ -138,91 +143,19 @@ def paged_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attend over the row's pages and this call's own K and V; returns [B, T, H, head_dim]."""
-    cached = _entries_of(module, key, value, pages)
-    queries = _folded(query, key.shape[1])
-    return _unfolded(_attend_folded(queries, *cached, pages.mask, scaling), query), None
-
-
-def paged_attention_by_token(
-    module: nn.Module,
-    query: Tensor,  # [B, H, T, head_dim]
-    key: Tensor,  # [B, K, T, head_dim]
-    value: Tensor,  # [B, K, T, head_dim]
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    *,
-    pages: Pages,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """As `paged_attention`, inplace; but in calls of few tokens a product has the queries of one token alone."""
-    assert pages.mask is not None, "it has one"
-    keys, values = _entries_of(module, key, value, pages)
-    queries = _folded(query, key.shape[1])
-    num_kv_heads, (fold, head_dim) = key.shape[1], queries.shape[3:]
-    block_size = pages.caches[id(module)][0].shape[1]
-
-    def of(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, slots: Tensor, table: Tensor) -> Tensor:
-            (batch, length), num_slots = slots.shape, table.shape[1] * block_size
-            cached = (one.view(batch, num_kv_heads, num_slots, head_dim) for one in (key, value))
-            query = query.view(batch, num_kv_heads, length, fold, head_dim)
-            return _copy(attend(query, *cached, mask.view(batch, 1, length * fold, num_slots), scaling))
-
-        return attended
-
-    # Inductor lowers a branch for the strides that export saw and hands it what it has chosen since (torch 2.13): of
-    # tensors with one dimension there is but one layout, and inputs of the program keep theirs
-    operands = *(_copy(one).view(-1) for one in (queries, keys, values, pages.mask)), pages.slots, pages.block_table
-    is_long = query.shape[2] > MOST_BY_TOKEN
-    return _unfolded(torch.cond(is_long, of(_attend_folded), of(_attend_by_token), operands), query), None
-
-
-def _folded(query: Tensor, num_kv_heads: int) -> Tensor:
-    """query [B, H, T, head_dim] → [B, K, T, F, head_dim]: the query heads of one KV head stand behind each token."""
     batch, num_heads, length, head_dim = query.shape
-    groups, fold = num_heads // num_kv_heads, fold_factor(num_heads, num_kv_heads)
-    folded = query.transpose(1, 2).unflatten(2, (num_kv_heads, groups)).transpose(1, 2)
-    if groups == 1:
-        folded = folded.expand(batch, num_kv_heads, length, fold, head_dim)
-    return _copy(folded)
-
-
-def _unfolded(out: Tensor, query: Tensor) -> Tensor:
-    """out [B, K, T, F, head_dim] → [B, T, H, head_dim], as many heads as `query` [B, H, T, head_dim] has."""
-    batch, num_heads, length, head_dim = query.shape
-    groups = num_heads // out.shape[1]
-    return _copy(out[:, :, :, :groups].transpose(1, 2)).view(batch, length, num_heads, head_dim)
-
-
-def _attend_folded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
-    """All tokens' queries in one product. query [B, K, T, F, head_dim], key and value [B, K, M·S, head_dim], mask
-    [B, 1, T·F, M·S] → [B, K, T, F, head_dim]."""
-    batch, num_kv_heads, length, fold, head_dim = query.shape
-    rows = query.view(batch, num_kv_heads, length * fold, head_dim)
-    out = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
-    return out.view(batch, num_kv_heads, length, fold, head_dim)
-
-
-def _attend_by_token(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
-    """The same with a product for each token, whose shape no other token changes: SDPA's batch is B·K, its heads T."""
-    batch, num_kv_heads, length, fold, head_dim = query.shape
-    num_slots = key.shape[2]
-    key, value = (
-        one.reshape(batch * num_kv_heads, 1, num_slots, head_dim).expand(-1, length, -1, -1) for one in (key, value)
-    )
-    seen = mask.view(batch, 1, length, fold, num_slots)[:, :, :, :1].expand(-1, num_kv_heads, -1, -1, -1)
-    seen = _copy(seen).view(batch * num_kv_heads, length, 1, num_slots)
-    rows = query.view(batch * num_kv_heads, length, fold, head_dim)
-    out = F.scaled_dot_product_attention(rows, key, value, attn_mask=seen, scale=scaling)
-    return out.view(batch, num_kv_heads, length, fold, head_dim)
-
-
-def _entries_of(module: nn.Module, key: Tensor, value: Tensor, pages: Pages) -> tuple[Tensor, Tensor]:
-    """The keys and the values that the queries look among, each [B, K, M·S, head_dim]."""
+    num_kv_heads, groups = key.shape[1], query.shape[1] // key.shape[1]
     caches = pages.caches[id(module)]
-    keys, values = (_entries(cache, new.transpose(1, 2), pages) for cache, new in zip(caches, (key, value)))
-    return keys.transpose(1, 2), values.transpose(1, 2)
+    entries = [_entries(cache, new.transpose(1, 2), pages) for cache, new in zip(caches, (key, value))]
+    cached_k, cached_v = (one.transpose(1, 2) for one in entries)  # [B, K, M*S, head_dim]
+    # token-major: the G query heads of one KV head stand as rows behind each token, then F - G zeros
+    folded = query.transpose(1, 2).unflatten(2, (num_kv_heads, groups)).transpose(1, 2)  # [B, K, T, G, head_dim]
+    if pages.fold > groups:
+        folded = F.pad(folded, (0, 0, 0, pages.fold - groups))
+    folded = _copy(folded).view(batch, num_kv_heads, length * pages.fold, head_dim)
+    out = F.scaled_dot_product_attention(folded, cached_k, cached_v, attn_mask=pages.mask, scale=scaling)
+    out = out.view(batch, num_kv_heads, length, pages.fold, head_dim)[:, :, :, :groups]
+    return _copy(out.transpose(1, 2)).view(batch, length, num_heads, head_dim), None
 
 
 def _entries(cache: Tensor, new: Tensor, pages: Pages) -> Tensor:
@@ -268,5 +201,4 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 AttentionInterface.register(PAGED_ATTENTION, paged_attention)
-AttentionInterface.register(BY_TOKEN_ATTENTION, paged_attention_by_token)
 AttentionInterface.register(TRITON_ATTENTION, triton_paged_attention)

@@ -27,7 +27,9 @@ class PagedLayers(nn.Module):
         self.layers = nn.ModuleList(layers)
         self._family = family
         self._form = form
-        self._fold = fold_factor(family.config.num_attention_heads, family.num_kv_heads)
+        weight = family.unembedding
+        heads = family.config.num_attention_heads, family.num_kv_heads, family.head_dim
+        self._fold = fold_factor(*heads, weight.dtype, weight.device)
 
     def forward(
         self, hidden: Tensor, positions: Tensor, slots: Tensor, block_table: Tensor, kv: list[Tensor]
@@ -40,6 +42,7 @@ class PagedLayers(nn.Module):
             positions=positions,
             # in the graph it would be computed though the kernel does not read it
             mask=None if is_kernel else page_mask(positions, num_slots, self._fold),
+            fold=self._fold,
             caches={id(layer.self_attn): (kv[2 * i], kv[2 * i + 1]) for i, layer in enumerate(self.layers)},
             places=Places.of(positions) if self._form == "functional" else None,
             new=[],

@@ -23,7 +23,7 @@ import transformers
 from safetensors.torch import save_file
 
 from export import acceptance, parity, served_tokens
-from export.attention import Attention, Form, default_attention, fold_factor
+from export.attention import Form, default_attention
 from export.backends import BACKENDS
 from export.disk import check_space
 from export.graphs import Graphs
@@ -191,19 +191,13 @@ def _export_graphs(
     graphs, programs = Graphs(scratch / dtype), list[Program]()
     forms: list[Form] = sorted({BACKENDS[backend].FORM for backend in options.backends})
     for form in forms:
-        attention = _attention(model, dtype, options.device) if form == "inplace" else "portable"
+        attention = default_attention(options.device) if form == "inplace" else "portable"
         programs = make_programs(model, options.block_size, form, attention)
         for program in programs:
             graphs.write(program.name, form, export_program(program))
     kept = [replace(program, module=torch.nn.Identity()) for program in programs]  # lets the weights go
     report(f"{dtype}: exported {len(kept)} programs, {' and '.join(forms)}, in {time.perf_counter() - start:.0f} s")
     return Made(dtype=dtype, spans=tier_spans(model), programs=kept, graphs=graphs, rows=rows, reference=reference)
-
-
-def _attention(model: EarlyExitModel, dtype: str, device: str) -> Attention:
-    family = model.family
-    fold = fold_factor(family.config.num_attention_heads, family.num_kv_heads)
-    return default_attention(device, fold, family.head_dim, getattr(torch, dtype))
 
 
 def _release_memory() -> None:

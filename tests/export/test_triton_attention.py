@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from export.attention import attention_name, default_attention
 from infer.backends.eager import read_graph
@@ -80,14 +79,13 @@ def test_kernel_compiles_for_gpus_without_one(dtype: str, head_dim: int, capabil
 
 def test_the_form_is_chosen_by_device_and_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    heads = (3, 64, torch.float32)
-    assert default_attention("cuda", *heads) == "portable"
+    assert default_attention("cuda") == default_attention("cpu") == "portable"
     with pytest.raises(ValueError, match="pip install triton"):
         attention_name("triton")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    assert default_attention("cuda", *heads) == "triton"
-    assert len({attention_name(one) for one in ("portable", "by_token", "triton")}) == 3
-    with pytest.raises(ValueError, match="expected portable, by_token, triton"):
+    assert (default_attention("cuda"), default_attention("cpu")) == ("triton", "portable")
+    assert attention_name("triton") != attention_name("portable")
+    with pytest.raises(ValueError, match="expected portable or triton"):
         attention_name("flash")  # type: ignore[arg-type]
 
 
