@@ -102,8 +102,8 @@ def fold_factor(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.d
     AMD's processors the order depends on the number of rows where that is no multiple of four, in both dtypes.
     """
     groups = num_heads // num_kv_heads
-    least, even = max(groups, 2), -(-groups // 4) * 4
-    return least if device.type != "cpu" or folds_exactly(least, head_dim, dtype) else even
+    least, fours = max(groups, 2), -(-groups // 4) * 4
+    return least if device.type != "cpu" or folds_exactly(least, head_dim, dtype) else fours
 
 
 @functools.cache

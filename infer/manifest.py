@@ -180,7 +180,7 @@ class BuildInfo:
     cpu_capability: str  # `host_capability(device)`: "AVX512+AMX", or "sm_90" on CUDA
     num_threads: int
     programs: dict[str, ProgramInfo]
-    gpu_name: str | None = None  # None: built for the CPU, or by an older HiSpec
+    gpu_name: str | None = None  # None: built for the CPU
     processor: str | None = None  # its maker's name for the one that ranges were measured on; None: not known
 
     @property

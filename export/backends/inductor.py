@@ -179,7 +179,9 @@ def _stop(pool: ProcessPoolExecutor) -> None:
 
 def _compile(job: _Job, cache: str) -> tuple[str, float, str]:
     start = time.perf_counter()
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    # Its own: Inductor names files by their code, and two unembeddings compiled at once, alike but for their weights,
+    # would write to the same ones
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(cache) / job.name)
     torch.set_num_threads(job.num_threads)
     fault = ""
     try:

@@ -80,6 +80,18 @@ def test_where_autotuning_fails_a_cpu_program_has_inductors_own_kernels(
         assert tried == [autotune]
 
 
+def test_programs_that_compile_at_once_have_files_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two unembeddings are one code; a package was found with the other's name, and might have had its weights."""
+    seen = list[Path]()
+    monkeypatch.setattr(inductor, "_write_package", lambda *_: seen.append(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "whatever was set")
+    files = {"graph_file": tmp_path, "weights_file": tmp_path, "package": tmp_path}
+    for name in ("draft.unembed", "intermediate.unembed"):
+        job = inductor._Job(name=name, device="cpu", autotune=False, num_threads=torch.get_num_threads(), **files)
+        inductor._compile(job, str(tmp_path))
+    assert len(set(seen)) == 2 and all(folder.parent == tmp_path for folder in seen)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux's /proc")
 def test_loaded_packages_hold_no_pages_of_their_libraries(exported: Callable[..., Any]) -> None:
