@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from export.attention import PAGED_ATTENTION
+from export.graphs import Graphs
 from export.programs import check_dynamic, export_program, make_programs, tier_spans
 from export.tier import FlatExit, Unembed
 from tests.export.tiny_exits import ALL_HEADS, make_early_exit
@@ -67,6 +69,15 @@ def test_a_dimension_that_export_bounded_is_an_error() -> None:
     bounded = replace(program, dynamic_shapes=({0: torch.export.Dim("N", min=4, max=9)},))
     with pytest.raises(ValueError, match="bounded"):
         export_program(bounded)
+
+
+def test_a_graph_tells_nothing_of_the_machine_that_wrote_it(tmp_path: Path) -> None:
+    """Lines of source files would be published with an artifact, and make another checkout's packages others."""
+    graphs = Graphs(tmp_path)
+    for program in make_programs(make_early_exit("llama", ALL_HEADS[:2], num_hidden_layers=3), BLOCK):
+        graphs.write(program.name, "inplace", export_program(program))
+        text = graphs.graph_file(program.name, "inplace").read_text()
+        assert ".py" not in text and str(Path.cwd()) not in text, program.name
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
