@@ -1,12 +1,14 @@
 """Graphs without CUDA: a stand-in for the capture runs the program on the static tensors, and spoils all that a real
 replay may spoil. With `--device cuda` the same tests run with real captures too."""
 
+import functools
 import random
 import zipfile
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -252,6 +254,23 @@ def widen_tables(runner: Runner) -> None:
     runner._query = query
 
 
+@functools.cache
+def products_are_exact() -> bool:
+    """Whether a row of a product has the same bits beside up to 14 others; not MKL's in float32 on AMD's."""
+    draw = torch.Generator().manual_seed(0)
+    weights = [layer.weight for layer in model_of().base.modules() if isinstance(layer, torch.nn.Linear)]
+    for weight in {tuple(weight.shape): weight for weight in weights}.values():
+        x = torch.randn(15, weight.shape[1], generator=draw).to(weight)
+        alone = torch.cat([F.linear(one.repeat(2, 1), weight)[:1] for one in x.split(1)])
+        if not all(torch.equal(F.linear(x[:n], weight), alone[:n]) for n in range(2, 16)):
+            return False
+    return True
+
+
+def same(got: Tensor, want: Tensor) -> bool:
+    return torch.equal(got, want) if products_are_exact() else torch.allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("strategy", "bitwise_range"), [*((strategy, (2, 15)) for strategy in IN_PLACE), ("hispec", (2, 6))]
 )
@@ -273,7 +292,7 @@ def test_an_engine_with_graphs_gives_the_bits_of_one_without(strategy, bitwise_r
         got, got_logits = recorded(monkeypatch, graphed, prompts, each)
         assert got == want
         assert len(got_logits) == len(want_logits)
-        assert all(torch.equal(g, w) for g, w in zip(got_logits, want_logits, strict=True))
+        assert all(same(g, w) for g, w in zip(got_logits, want_logits, strict=True))
     assert capture.outputs
 
 
