@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from export import bitwise, served_tokens
 from infer import LLM, SamplingParams
 from infer.strategy import Policy
 from tests.conftest import ROOT
@@ -20,6 +21,9 @@ def test_train_export_generate_on_the_embedded_model(tmp_path: Path, monkeypatch
     from train.cli import main as train
 
     monkeypatch.chdir(ROOT)
+    # Both gates have tests of their own, and would take most of the time here
+    monkeypatch.setattr(bitwise, "SHAPES", bitwise.SHAPES[:4])
+    monkeypatch.setattr(served_tokens, "NUM_TOKENS", 6)
     run, artifact = tmp_path / "run", tmp_path / "artifact"
     fit = ["fit", "--config", "configs/smollm2-135m.yaml", f"--trainer.default_root_dir={run}"]
     assert train([*fit, "--trainer.max_steps=2", "--trainer.limit_val_batches=1", "--data.max_length=64"]) == 0

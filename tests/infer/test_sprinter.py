@@ -146,6 +146,7 @@ def test_it_is_refused_unless_it_is_allowed_and_fitted(artifact: Path) -> None:
     (artifact / SPRINTER).unlink()
 
 
+@pytest.mark.slow
 def test_it_is_fitted_by_a_command_and_shown_as_lossy(artifact: Path, tmp_path: Path, capsys) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"Text number {n} of ten\n" for n in range(10)))
