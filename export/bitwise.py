@@ -122,15 +122,15 @@ def _range(results: Callable[[int], Results]) -> tuple[int, int] | None:
 
     The first `low` whose n is enough, else that with the largest: a call more costs more than a token of padding.
     """
-    best: tuple[int, int] | None = None
+    found = list[tuple[int, int]]()
     for low in LOWS:
         limit = 0
         for n, group in groupby(results(low), key=lambda result: result[0]):
             if not all(matched for _, matched in group):
                 break
             limit = n
-        if limit > max(low, best[1] if best else 0):
-            best = low, limit
+        if limit > low:
+            found.append((low, limit))
         if limit >= ENOUGH:
             break
-    return best
+    return max(found, key=lambda limits: limits[1], default=None)

@@ -34,8 +34,6 @@ class Graphs:
 
     def write(self, name: str, form: Form, exported: ExportedProgram) -> None:
         """Write the graph without its tensors, and these by name (with the program's own) unless another form has."""
-        for node in exported.graph.nodes:  # lines of this machine's files: nobody else's, and no part of the program
-            node.meta.pop("stack_trace", None)
         stored = serialize(
             exported, serialize_state_dict=False, serialize_constants=False, serialize_example_inputs=False
         )

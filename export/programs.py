@@ -94,6 +94,8 @@ def export_program(program: Program) -> ExportedProgram:
         exported = torch.export.export(program.module.eval(), program.inputs, dynamic_shapes=program.dynamic_shapes)
     check_dynamic(program, exported)
     exported.example_inputs = None  # they hold pages, and an archive would carry them pickled
+    for node in exported.graph.nodes:  # lines of this machine's files: nobody else's, and no part of the program
+        node.meta.pop("stack_trace", None)
     return exported
 
 

@@ -227,11 +227,9 @@ class BuildInfo:
 
     def unproved(self) -> list[str]:
         """What lets these programs run here but may give other last bits than where their ranges were measured."""
-        pairs = list[tuple[str, str, str]]()
         if self.backend == "compile":  # what was measured of eager's programs is not relied on
             return []
-        if self.backend not in HARDWARE_BOUND:  # those run nowhere else
-            pairs += self._hardware()
+        pairs = [] if self.backend in HARDWARE_BOUND else self._hardware()  # those run nowhere else
         if self.backend == "onnx":
             pairs += self._packages()
         if self.device == "cpu" and self.processor is not None:  # libraries choose kernels by maker and model too

@@ -35,22 +35,23 @@ class Layer:
     def entries(self, rows: slice, num_tokens: int) -> list[Tensor]:
         """Pages that hold the first so many new tokens of these rows."""
         pages = [page.clone() for page in self.pages]
-        slots = self._slots(rows, slice(0, num_tokens))
+        slots = self._slots(rows, self._positions(rows, slice(0, num_tokens)))
         for page, new in zip(pages, self.new, strict=True):
             page.view(-1, NUM_KV_HEADS, HEAD_DIM)[slots] = new[rows, :, :num_tokens].transpose(1, 2)
         return pages
 
-    def _slots(self, rows: slice, tokens: slice) -> Tensor:
-        table = self.table[rows]
-        positions = torch.arange(PAST + tokens.start, PAST + tokens.stop, device=DEVICE).repeat(len(table), 1)
-        return table.gather(1, positions // BLOCK) * BLOCK + positions % BLOCK
+    def _positions(self, rows: slice, tokens: slice) -> Tensor:
+        return torch.arange(PAST + tokens.start, PAST + tokens.stop, device=DEVICE).repeat(len(self.table[rows]), 1)
+
+    def _slots(self, rows: slice, positions: Tensor) -> Tensor:
+        return self.table[rows].gather(1, positions // BLOCK) * BLOCK + positions % BLOCK
 
     def attend(self, rows: slice, tokens: slice) -> Tensor:
         """[B, T, H, head_dim] of these rows and tokens, over pages that hold all earlier ones."""
         table, caches, module = self.table[rows], self.entries(rows, tokens.start), nn.Module()
-        positions = torch.arange(PAST + tokens.start, PAST + tokens.stop, device=DEVICE).repeat(len(table), 1)
+        positions = self._positions(rows, tokens)
         told = Pages(
-            slots=self._slots(rows, tokens), block_table=table, positions=positions, fold=self.fold,
+            slots=self._slots(rows, positions), block_table=table, positions=positions, fold=self.fold,
             mask=page_mask(positions, table.shape[1] * BLOCK, self.fold), caches={id(module): (caches[0], caches[1])},
             places=None, new=[],
         )  # fmt: skip
