@@ -146,10 +146,15 @@ def test_it_is_refused_unless_it_is_allowed_and_fitted(artifact: Path) -> None:
     (artifact / SPRINTER).unlink()
 
 
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.txt"
+    file.write_text("".join(f"Text number {n} of ten\n" for n in range(10)))
+    return file
+
+
 @pytest.mark.slow
-def test_it_is_fitted_by_a_command_and_shown_as_lossy(artifact: Path, tmp_path: Path, capsys) -> None:
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("".join(f"Text number {n} of ten\n" for n in range(10)))
+def test_it_is_fitted_by_a_command_and_shown_as_lossy(artifact: Path, prompts: Path, tmp_path: Path, capsys) -> None:
     args = [str(artifact), *ON_DEVICE, "--prompts", str(prompts), "--max-tokens", "40"]
     assert main(["calibrate-sprinter", *args, "--least-right", "0.01"]) == 0
     said = capsys.readouterr().out
@@ -184,9 +189,7 @@ def test_it_is_fitted_by_a_command_and_shown_as_lossy(artifact: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_it_is_tuned_by_a_plan_that_may_and_chosen_by_none(artifact: Path, tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("".join(f"Text number {n} of ten\n" for n in range(10)))
+def test_it_is_tuned_by_a_plan_that_may_and_chosen_by_none(artifact: Path, prompts: Path) -> None:
     args = [str(artifact), *ON_DEVICE, "--prompts", str(prompts)]
     assert main(["calibrate-sprinter", *args, "--max-tokens", "40", "--least-right", "0.01"]) == 0
     planned = ["plan", *args, "--num-prompts", "1", "--max-tokens", "12", "--batch-sizes", "1"]
