@@ -11,7 +11,7 @@ PYTEST_ARGS ?=
 # Waiting threads that spin steal the cores of whoever else is busy; the bench wants them, on an idle machine.
 PASSIVE  := OMP_WAIT_POLICY=PASSIVE
 # Two processes of one thread each; worksteal keeps most files, and so their fixtures, in one of them
-PARALLEL := -n 2 --dist worksteal
+PARALLEL := -n 2 --dist worksteal --durations=30 --durations-min=5
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 
 .DELETE_ON_ERROR:

@@ -60,7 +60,14 @@ UNPREDICTED: Sequence[Setting] = [
     Setting("prompt_lookup", Policy(num_lookup_tokens=5)),
     Setting("ngram_layerskip", Policy(num_lookup_tokens=5, num_draft_tokens=2)),
     Setting("ngram_layerskip", Policy(num_lookup_tokens=5, num_draft_tokens=2, num_branches=3)),
-    Setting("ngram_layerskip", Policy(num_lookup_tokens=10, num_draft_tokens=2, num_branches=3)),
+    *(
+        Setting("ngram_layerskip", Policy(num_lookup_tokens=10, num_draft_tokens=gamma, num_branches=3))
+        for gamma in (1, 2, 3)
+    ),
+    Setting(
+        "ngram_layerskip",
+        Policy(num_lookup_tokens=10, num_draft_tokens=3, num_branches=5, branch_threshold=0.03),
+    ),
     Setting("ngram_layerskip", Policy(num_lookup_tokens=5, num_draft_tokens=5, confidence_threshold=0.5)),
     Setting("lookahead", Policy(lookahead_window=4, lookahead_ngram=3, lookahead_guesses=3)),
     *(Setting("adadecode", Policy(num_draft_tokens=5, exit_threshold=least)) for least in (0.5, 0.8)),
