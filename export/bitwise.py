@@ -9,12 +9,14 @@ as callables.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from infer.table_width import PERIOD, table_width
 
 MAX_TOKENS = 64
 CONTEXT = 40  # cached positions below the tokens that are tried
@@ -24,6 +26,13 @@ SHAPES = sorted(
     key=lambda shape: (shape[0] * shape[1], shape),
 )
 EXTRA_BLOCKS = (1, 4, 13, 40, 200)
+GAPS: Sequence[Sequence[tuple[int, int]]] = (
+    (),
+    ((192, 384),),
+    ((0, PERIOD),),
+)  # tried in turn; MKL on AMD has the second
+LENGTHS = (100, 190, 201, 250, 330, 383, 500, 600, 710, 760, 850, 1010, 1300)  # of texts whose tables are widened
+WIDER = (1, 20, 70, 130, 200, 330)  # slots
 LOWS = (1, 2)  # least numbers of tokens in a call that are tried
 ENOUGH = 16  # tokens in a call of one row that decodes
 
@@ -115,6 +124,45 @@ def paged_range(
         yield from ((b * t, matches(b, t)) for b, t in SHAPES if b * t >= low)
 
     return _range(results)
+
+
+@torch.no_grad()
+def slot_gaps(
+    program: Callable[..., Any],
+    tokens: Tensor,
+    page_shape: tuple[int, int, int],
+    num_layers: int,
+    dtype: torch.dtype,
+    max_model_len: int,
+) -> list[tuple[int, int]] | None:
+    """Widths that tables must not have, so that a token has the same bits in a table that reaches further.
+
+    Of a trunk of several layers, as rounding hides most sums of another order. Its arguments are those of
+    `paged_range`. None: nothing that is tried is exact.
+    """
+    size, device = page_shape[0], tokens.device
+    lengths = [length for length in LENGTHS if length <= max_model_len]
+    generator = torch.Generator().manual_seed(0)
+    shape = (1 + table_width(max(lengths, default=1), size, ()), *page_shape)
+    kv = [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2 * num_layers)]
+    own = torch.arange(1, shape[0], device=device)
+
+    def call(length: int, num_blocks: int) -> Tensor:
+        positions = torch.arange(length - 2, length, device=device).unsqueeze(0)
+        slots = own[positions // size] * size + positions % size
+        table = torch.cat([own[:num_blocks], own[:1].expand(max(0, num_blocks - len(own)))]).unsqueeze(0)
+        result: Tensor = program(tokens[:1, :2].clone(), positions, slots, table, kv)
+        return result
+
+    def is_exact(gaps: Sequence[tuple[int, int]]) -> bool:
+        for length in lengths:
+            first = call(length, table_width(length, size, gaps))
+            widths = {table_width(length + more, size, gaps) for more in WIDER}
+            if not all(torch.equal(call(length, width), first) for width in widths):
+                return False
+        return True
+
+    return next((list(gaps) for gaps in GAPS if is_exact(gaps)), None)
 
 
 def _range(results: Callable[[int], Results]) -> tuple[int, int] | None:

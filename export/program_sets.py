@@ -121,10 +121,19 @@ def measure_programs(
             tokens = _tokens(p, base.vocab_size, dtype).to(caller.device)
             limits = bitwise.paged_range(calls[p.name], tokens, page_shape, len(p.kv_layers), dtype)
         measured[p.name] = replace(infos[p.name], bitwise_range=limits)
-    build = replace(programs.build, programs=measured)
+    gaps: list[tuple[int, int]] | None = []
+    if caller.device.type == "cpu":  # a GPU's programs have none: their tables come from graphs of fixed sizes
+        deepest = max((p for p in made.programs if p.kind == "trunk"), key=lambda p: len(p.kv_layers))
+        tokens, num_layers = _tokens(deepest, base.vocab_size, dtype), len(deepest.kv_layers)
+        most = manifest.limits.max_model_len
+        gaps = bitwise.slot_gaps(calls[deepest.name], tokens, page_shape, num_layers, dtype, most)
+        if gaps is None:  # no bits are promised that hang on how far a call reaches
+            measured = {name: replace(one, bitwise_range=None) for name, one in measured.items()}
+    build = replace(programs.build, programs=measured, slot_gaps=gaps or [])
     (programs.path / "build.json").write_text(build.to_json())
     ranges = {name: info.bitwise_range and "{}–{}".format(*info.bitwise_range) for name, info in measured.items()}
-    report(f"{where}: same bits for {ranges} tokens; checked in {time.perf_counter() - start:.0f} s")
+    seconds = time.perf_counter() - start
+    report(f"{where}: same bits for {ranges} tokens, widths of tables left out: {gaps}; checked in {seconds:.0f} s")
     return found, build
 
 

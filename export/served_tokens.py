@@ -28,6 +28,7 @@ from infer.stage import num_scratch_blocks
 from infer.strategy import Policy, stages_of
 
 NUM_TOKENS = 24
+LONG = 323  # tokens
 PLAIN = "autoregressive"
 
 
@@ -77,14 +78,16 @@ class ServedTokens:
 
 
 def calibration_prompts(rows: Sequence[Tensor], manifest: Manifest) -> list[list[int]]:
-    """A single token, prompts that end before, on and behind a block's edge, and one that takes two chunks."""
+    """A single token, prompts that end before, on and behind a block's edge, one that takes two chunks, and one of so
+    many cached positions that kernels take their sums in pieces."""
     size, limits = manifest.block_size, manifest.limits
     text = torch.cat(list(rows)).tolist()
-    while len(text) <= limits.prefill_chunk + size:
+    lengths = [1, size - 1, size + 1, 2 * size, limits.prefill_chunk + size, LONG]
+    while len(text) <= max(lengths) + size:
         text += text
     longest = max(1, min(limits.max_model_len // 2, limits.max_model_len - NUM_TOKENS))
-    lengths = dict.fromkeys(min(n, longest) for n in (1, size - 1, size + 1, 2 * size, limits.prefill_chunk + size))
-    return [text[start : start + max(1, n)] for start, n in enumerate(lengths)]
+    distinct = dict.fromkeys(min(n, longest) for n in lengths)
+    return [text[start : start + max(1, n)] for start, n in enumerate(distinct)]
 
 
 def check(

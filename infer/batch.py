@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from infer.row import Row
+from infer.table_width import Gaps, table_width
 
 RING_SIZE = 64  # positions of hidden states kept per row between two tiers
 
@@ -81,11 +82,15 @@ def make_query(
     device: torch.device,
     min_width: int = 1,
     tables: BlockTables | None = None,
+    gaps: Gaps = (),
 ) -> Query:
-    """The call that computes positions `spans[b]` of `rows[b]`, in a rectangle at least `min_width` wide."""
+    """The call that computes positions `spans[b]` of `rows[b]`, in a rectangle at least `min_width` wide.
+
+    gaps: widths that block tables do not have (`table_width`).
+    """
     lengths = [len(span) for span in spans]
     width = max(min_width, *lengths)
-    num_blocks = -(-max([span.stop for span in spans]) // block_size)
+    num_blocks = table_width(max([span.stop for span in spans]), block_size, gaps)
     if width == 1:  # most calls: worth a path of their own
         positions = [span.start for span in spans]
         slots = [r.block_table[p // block_size] * block_size + p % block_size for r, p in zip(rows, positions)]

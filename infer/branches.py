@@ -24,6 +24,7 @@ from torch import Tensor
 
 from infer.batch import Query, cut, split_by_size, to_device
 from infer.row import Row
+from infer.table_width import Gaps, table_width
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,11 +94,17 @@ def calls(branches: Sequence[Branch], limit: int | None, max_batch: int) -> list
 
 
 def make_branch_query(
-    branches: Sequence[Branch], pieces: Sequence[Piece], block_size: int, device: torch.device, min_width: int
+    branches: Sequence[Branch],
+    pieces: Sequence[Piece],
+    block_size: int,
+    device: torch.device,
+    min_width: int,
+    gaps: Gaps = (),
 ) -> tuple[Query, Tensor]:
     """The call that computes `pieces`, and its token ids [B, T]; padding is position −1 in the null block."""
     lengths = [len(span) for _, span in pieces]
-    width, num_blocks = max(min_width, *lengths), -(-max(span.stop for _, span in pieces) // block_size)
+    width = max(min_width, *lengths)
+    num_blocks = table_width(max(span.stop for _, span in pieces), block_size, gaps)
     ids, positions, slots, tables = [], [], [], []
     for (number, span), length in zip(pieces, lengths, strict=True):
         branch, padding = branches[number], width - length

@@ -73,6 +73,7 @@ class EngineLoader:
             dtype=getattr(torch, self._build.dtype),
             device=torch.device(device),
             bitwise=options.bitwise,
+            slot_gaps=self._build.slot_gaps,
         )
         pool = BlockPool(num_blocks, manifest.block_size)
         cache = PrefixCache(pool, runner.prefill_chunk) if options.enable_prefix_caching else None

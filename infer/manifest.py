@@ -14,9 +14,10 @@ import torch
 
 from infer.device import RUNTIME_PACKAGES, gpu_name, host_capability, missing_compiler, package_version, processor_name
 from infer.records import load_json, read_record
+from infer.table_width import PERIOD
 
 # 2: exits may read the target's state (`context`); 3: builds name their packages and weights; 4: and the processor
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 MANIFEST = "hispec.json"
 HARDWARE_BOUND = frozenset({"inductor", "tensorrt"})  # backends whose programs hold machine code
 EXPORT_AGAIN = "export it again with python -m export --output DIR (see python -m export --help)"
@@ -182,6 +183,7 @@ class BuildInfo:
     programs: dict[str, ProgramInfo]
     gpu_name: str | None = None  # None: built for the CPU
     processor: str | None = None  # its maker's name for the one that ranges were measured on; None: not known
+    slot_gaps: list[tuple[int, int]] = field(default_factory=list)  # widths that tables do not have (`table_width`)
 
     @property
     def folder_name(self) -> str:
@@ -193,6 +195,8 @@ class BuildInfo:
     @classmethod
     def from_json(cls, text: str, where: str = "build.json") -> Self:
         build: Self = read_record(cls, load_json(text, where, EXPORT_AGAIN), where, EXPORT_AGAIN)
+        if wrong := [gap for gap in build.slot_gaps if not 0 <= gap[0] < gap[1] <= PERIOD]:
+            raise ValueError(f"{where}: slot_gaps has {wrong[0]}, expected 0 ≤ low < high ≤ {PERIOD}; {EXPORT_AGAIN}")
         known = RUNTIME_PACKAGES.get(build.backend, ())
         if unknown := sorted(build.versions.keys() - set(known)):
             raise ValueError(

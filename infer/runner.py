@@ -25,6 +25,7 @@ from infer.logprobs import score
 from infer.manifest import Manifest, ProgramInfo
 from infer.rings import Rings
 from infer.row import Row
+from infer.table_width import Gaps
 
 Program = Callable[..., Tensor]
 Range = tuple[int, int] | None  # of tokens in a call
@@ -50,6 +51,7 @@ class Runner:
         max_num_seqs: most rows that run at once.
         dtype: of hidden states and pages.
         bitwise: keep calls inside the ranges in which a token's results have the same bits; see `bind`.
+        slot_gaps: widths that block tables do not have then (`table_width`).
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Runner:
         dtype: torch.dtype,
         device: torch.device,
         bitwise: bool = True,
+        slot_gaps: Gaps = (),
     ) -> None:
         base, tiers = manifest.base, manifest.tiers
         self.device = device
@@ -71,7 +74,7 @@ class Runner:
         self.prefill_chunk = manifest.limits.prefill_chunk
         self.num_tiers = len(tiers)
         self._max_batch = manifest.limits.max_batch
-        self._tiers, self._infos = tiers, infos
+        self._tiers, self._infos, self._slot_gaps = tiers, infos, slot_gaps
         exits = {e.name: e for e in manifest.exits}
         self.exits = [exits[tier.exit] for tier in tiers]
         self.vocabs = [draft_vocabs.get(e.name) for e in self.exits]
@@ -100,6 +103,7 @@ class Runner:
         """
         self.programs, self.bitwise = dict(programs), bitwise
         ranges = {name: info.bitwise_range if bitwise else None for name, info in self._infos.items()}
+        self._gaps = self._slot_gaps if bitwise else ()
         # One for all programs over pages, so that level tiers can share a call's tensors
         paged = [ranges[name] for name, info in self._infos.items() if info.kv_layers]
         self._min_tokens = max((limits[0] for limits in paged if limits), default=1)
@@ -235,7 +239,7 @@ class Runner:
             self._border.check_spans(called, [span for _, span in pieces])
             self._border.check_blocks([branch.block_table for branch in called])
             self._border.check_ids([token_id for branch in called for token_id in branch.token_ids])
-            query, x = make_branch_query(branches, pieces, self.block_size, self.device, min_width)
+            query, x = make_branch_query(branches, pieces, self.block_size, self.device, min_width, self._gaps)
             self._border.check_query(query)
         except BorderError as error:
             raise ProgramError([branch.row for branch in called]) from error
@@ -303,7 +307,7 @@ class Runner:
     def _new_query(self, rows: list[Row], spans: list[range], min_width: int, tables: BlockTables) -> Query:
         try:
             self._border.check_spans(rows, spans)
-            query = make_query(rows, spans, self.block_size, self.device, min_width, tables)
+            query = make_query(rows, spans, self.block_size, self.device, min_width, tables, self._gaps)
             self._border.check_query(query)
         except BorderError as error:
             raise ProgramError(rows) from error

@@ -60,3 +60,52 @@ def test_padding_of_a_single_token_is_marked_as_padding():
     tokens = torch.randn(bitwise.MAX_TOKENS, bitwise.MAX_TOKENS, WIDTH)
     bitwise.paged_range(program, tokens, PAGE_SHAPE, 1, torch.float32)
     assert seen and all(p[0][1] == -1 and s[0][1] == 0 for p, s in seen)
+
+
+def last_piece(block_table):
+    """Slots of the table behind the last whole 512."""
+    return (block_table.shape[1] * PAGE_SHAPE[0] - 1) % 512 + 1
+
+
+@pytest.mark.parametrize(
+    ("is_halved", "expected"),
+    [
+        (lambda last: False, []),
+        (lambda last: 192 < last < 384, [(192, 384)]),
+        (lambda last: last < 512, [(0, 512)]),
+    ],
+)
+def test_gaps_are_the_widths_whose_sums_come_in_another_order(is_halved, expected):
+    """Seen on an AMD EPYC: MKL takes up to 192 terms in one go, and more, below 384, in halves."""
+
+    def program(x, positions, slots, block_table, kv):
+        return x + 1e-3 * is_halved(last_piece(block_table)) * block_table.shape[1]
+
+    tokens = torch.randn(bitwise.MAX_TOKENS, bitwise.MAX_TOKENS, WIDTH)
+    assert bitwise.slot_gaps(program, tokens, PAGE_SHAPE, 1, torch.float32, 2048) == expected
+    assert bitwise.slot_gaps(program, tokens, PAGE_SHAPE, 1, torch.float32, 16) == []  # no text gets so long
+
+
+def test_where_every_width_has_bits_of_its_own_no_gaps_help():
+    def program(x, positions, slots, block_table, kv):
+        return x + 1e-3 * block_table.shape[1]
+
+    tokens = torch.randn(bitwise.MAX_TOKENS, bitwise.MAX_TOKENS, WIDTH)
+    assert bitwise.slot_gaps(program, tokens, PAGE_SHAPE, 1, torch.float32, 2048) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_here_has_the_same_bits_in_longer_tables(dtype):
+    """The library's own, with heads enough that a sum of another order shows."""
+    heads, head_dim, rows = 48, 64, 4
+
+    def program(x, positions, slots, block_table, kv):
+        keys, values = (page[block_table].flatten(1, 2).transpose(1, 2) for page in kv)
+        draw = torch.Generator().manual_seed(int(positions[0, -1]))
+        query = torch.randn(1, heads, 2 * rows, head_dim, generator=draw).to(dtype)
+        seen = torch.arange(keys.shape[2]) <= positions.view(2, 1)
+        mask = seen.repeat_interleave(rows, 0).view(1, 1, 2 * rows, -1)
+        return torch.nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
+
+    tokens = torch.zeros(1, 2, WIDTH)
+    assert bitwise.slot_gaps(program, tokens, (16, heads, head_dim), 1, dtype, 2048) is not None

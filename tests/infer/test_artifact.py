@@ -348,6 +348,15 @@ def test_onnxruntime_is_known_by_either_name_and_an_older_one_is_no_fit(tmp_path
         assert artifact.select("onnx,eager").build == build("eager")
 
 
+@pytest.mark.parametrize("gap", [(5, 5), (-1, 4), (0, 513), (384, 192)])
+def test_gaps_of_tables_that_no_period_has_are_refused(gap):
+    """A large one would make every call's table large."""
+    text = replace(build("eager"), slot_gaps=[(192, 384), gap]).to_json()
+    with pytest.raises(ValueError, match=r"slot_gaps has \(.*expected 0 ≤ low < high ≤ 512"):
+        BuildInfo.from_json(text)
+    assert BuildInfo.from_json(replace(build("eager"), slot_gaps=[(192, 384)]).to_json()).slot_gaps == [(192, 384)]
+
+
 @pytest.mark.parametrize("backend", ["eager", "inductor", "onnx", "compile"])
 def test_bits_measured_on_another_processor_are_told_as_unproved(backend, monkeypatch):
     """An instruction set does not say it: the same library has other kernels for another maker's processor."""

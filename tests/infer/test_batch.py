@@ -27,6 +27,20 @@ def calls(draw: st.DrawFn) -> tuple[list[Row], list[range]]:
     return rows, spans
 
 
+@given(call=calls())
+def test_a_table_that_would_end_in_a_gap_is_filled_up_with_the_row_s_first_block(call):
+    rows, spans = call
+    plain, wider = (
+        make_query(rows, spans, SIZE, CPU).block_table,
+        make_query(rows, spans, SIZE, CPU, gaps=[(0, 512)]).block_table,
+    )
+    assert wider.shape == (len(rows), 512 // SIZE)
+    for row, table in zip(rows, wider, strict=True):
+        own = row.block_table[: wider.shape[1]]
+        assert table.tolist() == own + own[:1] * (wider.shape[1] - len(own))
+    assert (wider[:, : plain.shape[1]] == plain).all()
+
+
 @given(call=calls(), min_width=st.integers(1, 12))
 def test_padding_stands_right_with_position_minus_one_in_the_null_block_and_ring_0(call, min_width):
     rows, spans = call
