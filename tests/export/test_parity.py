@@ -41,7 +41,7 @@ def reference_of(model: Any, rows: list[torch.Tensor]) -> Reference:
     return make_reference(logits, logits)
 
 
-@pytest.mark.parametrize("family", quick("llama", "qwen3", "opt", "opt-350m-shape"))  # they differ most
+@pytest.mark.parametrize("family", quick("llama", "opt"))  # they differ most
 def test_every_family_and_head_passes_parity_in_eager(exported: Callable[..., Any], family: str) -> None:
     made = exported(family, "eager")  # export itself holds it to 1e-4
     rows = calibration_rows(made.model.family.vocab_size)
@@ -50,7 +50,7 @@ def test_every_family_and_head_passes_parity_in_eager(exported: Callable[..., An
     assert all(tier.max_error <= 1e-4 for tier in report)
 
 
-@pytest.mark.parametrize("family", quick("llama"))  # a family costs about 40 s of compilation
+@pytest.mark.parametrize("family", quick())  # a minute of compilation each; the end-to-end test compiles one
 def test_every_family_passes_parity_in_inductor(exported: Callable[..., Any], family: str) -> None:
     made = exported(family, "inductor")
     rows = calibration_rows(made.model.family.vocab_size)

@@ -121,7 +121,7 @@ def test_ratios_are_tokens_by_seconds_and_each_takes_its_turn_at_being_first(
     assert min(ratios[compared[1]]) > 1.5
 
 
-@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_target_that_its_intermediate_replaces_makes_hispec_the_plan(llm: LLM, clock: Clock, batch_size: int) -> None:
     runner = llm.engine.runner
     runner.bind(slowed(as_intermediate(runner.programs), clock, lambda name: 10.0 if name == "target.trunk" else 0.05),
