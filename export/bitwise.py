@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from infer.table_width import PERIOD, table_width
+from infer.table_width import PERIOD, Gaps, table_width
 
 MAX_TOKENS = 64
 CONTEXT = 40  # cached positions below the tokens that are tried
@@ -26,11 +26,8 @@ SHAPES = sorted(
     key=lambda shape: (shape[0] * shape[1], shape),
 )
 EXTRA_BLOCKS = (1, 4, 13, 40, 200)
-GAPS: Sequence[Sequence[tuple[int, int]]] = (
-    (),
-    ((192, 384),),
-    ((0, PERIOD),),
-)  # tried in turn; MKL on AMD has the second
+# Tried in turn; MKL on AMD has the second
+GAPS: Sequence[list[tuple[int, int]]] = ([], [(192, 384)], [(0, PERIOD)])
 LENGTHS = (100, 190, 201, 250, 330, 383, 500, 600, 710, 760, 850, 1010, 1300)  # of texts whose tables are widened
 WIDER = (1, 20, 70, 130, 200, 330)  # slots
 LOWS = (1, 2)  # least numbers of tokens in a call that are tried
@@ -86,9 +83,8 @@ def paged_range(
     """
     size, device = page_shape[0], tokens.device
     num_shared, num_own = _blocks(size)
-    generator = torch.Generator().manual_seed(0)
     shape = (1 + num_shared + MAX_TOKENS * num_own, *page_shape)
-    kv = [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2 * num_layers)]
+    kv = _random_pages(shape, num_layers, dtype, device)
     shared = torch.arange(1, 1 + num_shared).expand(MAX_TOKENS, num_shared)
     own = torch.arange(1 + num_shared, shape[0]).view(MAX_TOKENS, num_own)
     tables = torch.cat([shared, own], 1).to(device)
@@ -142,9 +138,8 @@ def slot_gaps(
     """
     size, device = page_shape[0], tokens.device
     lengths = [length for length in LENGTHS if length <= max_model_len]
-    generator = torch.Generator().manual_seed(0)
     shape = (1 + table_width(max(lengths, default=1), size, ()), *page_shape)
-    kv = [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2 * num_layers)]
+    kv = _random_pages(shape, num_layers, dtype, device)
     own = torch.arange(1, shape[0], device=device)
 
     def call(length: int, num_blocks: int) -> Tensor:
@@ -154,7 +149,7 @@ def slot_gaps(
         result: Tensor = program(tokens[:1, :2].clone(), positions, slots, table, kv)
         return result
 
-    def is_exact(gaps: Sequence[tuple[int, int]]) -> bool:
+    def is_exact(gaps: Gaps) -> bool:
         for length in lengths:
             first = call(length, table_width(length, size, gaps))
             widths = {table_width(length + more, size, gaps) for more in WIDER}
@@ -162,7 +157,12 @@ def slot_gaps(
                 return False
         return True
 
-    return next((list(gaps) for gaps in GAPS if is_exact(gaps)), None)
+    return next((gaps for gaps in GAPS if is_exact(gaps)), None)
+
+
+def _random_pages(shape: tuple[int, ...], num_layers: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2 * num_layers)]
 
 
 def _range(results: Callable[[int], Results]) -> tuple[int, int] | None:

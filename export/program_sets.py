@@ -122,7 +122,7 @@ def measure_programs(
             limits = bitwise.paged_range(calls[p.name], tokens, page_shape, len(p.kv_layers), dtype)
         measured[p.name] = replace(infos[p.name], bitwise_range=limits)
     gaps: list[tuple[int, int]] | None = []
-    if caller.device.type == "cpu":  # a GPU's programs have none: their tables come from graphs of fixed sizes
+    if caller.device.type == "cpu":  # GAPS are those of kernels for the CPU; on a GPU nothing is known
         deepest = max((p for p in made.programs if p.kind == "trunk"), key=lambda p: len(p.kv_layers))
         tokens, num_layers = _tokens(deepest, base.vocab_size, dtype), len(deepest.kv_layers)
         most = manifest.limits.max_model_len
