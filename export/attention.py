@@ -8,7 +8,8 @@ the same keys and values and so give the same bits:
     functional  only reads pages: gathers them, then puts the new entries into that copy at their logical positions, and
                 leaves them to its caller, who writes the pages. For backends whose outputs can't alias their inputs.
 
-The Triton form, for GPUs, writes the new entries too and reads the pages where they lie (`infer.triton_attention`).
+The `kernel` form writes the new entries too and reads the pages where they lie: on a GPU by Triton
+(`infer.triton_attention`), on a CPU by C++ (`export.cpu_kernels`).
 """
 
 # Shape legend: B rows, T query positions, M blocks per row, S block size, H query heads, K kv heads, G = H / K,
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -26,11 +28,14 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from export.bitwise import ENOUGH
+from export.cpu_kernels import attention as cpu_kernel
 
-Attention = Literal["portable", "triton"]
+Attention = Literal["portable", "triton", "cpp"]
 PAGED_ATTENTION = "hispec_paged"
-Form = Literal["inplace", "functional"]
+Form = Literal["inplace", "kernel", "functional"]
 TRITON_ATTENTION = "hispec_paged_triton"
+CPP_ATTENTION = "hispec_paged_cpp"
+KERNELS = (TRITON_ATTENTION, CPP_ATTENTION)
 
 
 class Places(NamedTuple):
@@ -61,24 +66,30 @@ class Pages(NamedTuple):
     slots: Tensor  # [B, T] int64: where each query's own key and value go; 0.. S-1 is the null block
     block_table: Tensor  # [B, M] int64, padded with any block of the row's own
     positions: Tensor  # [B, T] int64, −1 is padding
-    mask: Tensor | None  # [B, 1, T·F, M·S] bool, True where the query may look; None in the Triton form
+    mask: Tensor | None  # [B, 1, T·F, M·S] bool, True where the query may look; None: a kernel attends
     fold: int  # F
     caches: dict[int, tuple[Tensor, Tensor]]  # id of the attention module → its (k, v) [num_blocks, S, K, head_dim]
     places: Places | None  # of the functional form; None: inplace
     new: list[Tensor]  # functional: gets each layer's new k and v in turn, each [B, T, K, head_dim]
 
 
-def default_attention(device: str) -> Attention:
-    """The Triton form on a GPU where the package is there, else the portable one."""
-    return "triton" if device == "cuda" and importlib.util.find_spec("triton") is not None else "portable"
+def default_attention(form: Form, device: str) -> Attention:
+    """How programs of `form` attend. On a GPU every form that writes pages has the kernel, if its package is there."""
+    if form == "functional":
+        return "portable"
+    if device == "cuda":
+        return "portable" if importlib.util.find_spec("triton") is None else "triton"
+    return "cpp" if form == "kernel" else "portable"
 
 
 def attention_name(attention: Attention) -> str:
     """The name that transformers knows a form by; ValueError when the form can't be had here."""
     if attention == "portable":
         return PAGED_ATTENTION
+    if attention == "cpp":
+        return CPP_ATTENTION
     if attention != "triton":
-        raise ValueError(f"attention={attention!r} is unknown; expected portable or triton")
+        raise ValueError(f"attention={attention!r} is unknown; expected portable, triton or cpp")
     if importlib.util.find_spec("triton") is None:
         raise ValueError("attention=triton needs the package triton: pip install triton, or use attention=portable")
     return TRITON_ATTENTION
@@ -183,11 +194,39 @@ def triton_paged_attention(
     """As `paged_attention`, inplace, by the kernel."""
     from infer.triton_attention import paged_attention as attend  # its package is optional
 
+    return _by_kernel(attend, module, query, key, value, scaling, pages), None
+
+
+def cpp_paged_attention(
+    module: nn.Module,
+    query: Tensor,  # [B, H, T, head_dim]
+    key: Tensor,  # [B, K, T, head_dim]
+    value: Tensor,  # [B, K, T, head_dim]
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    *,
+    pages: Pages,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """As `paged_attention`, inplace, by the kernel for CPUs."""
+    return _by_kernel(cpu_kernel.paged_attention, module, query, key, value, scaling, pages), None
+
+
+def _by_kernel(
+    attend: Callable[..., Tensor],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    pages: Pages,
+) -> Tensor:
     caches = pages.caches[id(module)]
     for cache, new in zip(caches, (key, value), strict=True):
         _write(cache, new.transpose(1, 2), pages)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attend(_copy(query.transpose(1, 2)), *caches, pages.block_table, pages.positions, scaling), None
+    return attend(_copy(query.transpose(1, 2)), *caches, pages.block_table, pages.positions, scaling)
 
 
 def _write(cache: Tensor, new: Tensor, pages: Pages) -> None:
@@ -202,3 +241,4 @@ def _copy(tensor: Tensor) -> Tensor:
 
 AttentionInterface.register(PAGED_ATTENTION, paged_attention)
 AttentionInterface.register(TRITON_ATTENTION, triton_paged_attention)
+AttentionInterface.register(CPP_ATTENTION, cpp_paged_attention)

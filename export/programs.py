@@ -61,7 +61,7 @@ def make_programs(
     KV layers are numbered: the base's, then one for each `layer` exit in order. Programs of both forms have the same
     names, arguments and weights; those without pages are the same programs.
     """
-    assert form == "inplace" or attention == "portable", "the kernel reads pages that hold all entries"
+    assert form != "functional" or attention == "portable", "the kernel reads pages that hold all entries"
     model.family.use_attention(attention_name(attention))
     return list(_programs(model, block_size, form))
 

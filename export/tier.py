@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from export.attention import TRITON_ATTENTION, Form, Pages, Places, fold_factor, page_mask
+from export.attention import KERNELS, Form, Pages, Places, fold_factor, page_mask
 from train.family import Family
 from train.heads import ExitHead
 
@@ -35,7 +35,7 @@ class PagedLayers(nn.Module):
         self, hidden: Tensor, positions: Tensor, slots: Tensor, block_table: Tensor, kv: list[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
         """kv: k and v of every layer in turn, each [num_blocks, S, K, head_dim]; inplace writes them at `slots`."""
-        num_slots, is_kernel = block_table.shape[1] * kv[0].shape[1], self._family.attention == TRITON_ATTENTION
+        num_slots, is_kernel = block_table.shape[1] * kv[0].shape[1], self._family.attention in KERNELS
         pages = Pages(
             slots=slots,
             block_table=block_table,

@@ -191,8 +191,7 @@ def _export_graphs(
     graphs, programs = Graphs(scratch / dtype), list[Program]()
     forms: list[Form] = sorted({BACKENDS[backend].FORM for backend in options.backends})
     for form in forms:
-        attention = default_attention(options.device) if form == "inplace" else "portable"
-        programs = make_programs(model, options.block_size, form, attention)
+        programs = make_programs(model, options.block_size, form, default_attention(form, options.device))
         for program in programs:
             graphs.write(program.name, form, export_program(program))
     kept = [replace(program, module=torch.nn.Identity()) for program in programs]  # lets the weights go

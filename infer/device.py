@@ -48,8 +48,9 @@ def missing_compiler(device: str) -> str:
 def host_capability(device: str = "cpu") -> str:
     """The instruction set that machine code for `device` may use here."""
     if device == "cpu":
-        # AMX has no level of its own there, but code that uses it dies where it is missing
-        return torch.backends.cpu.get_cpu_capability() + ("+AMX" if torch.cpu._is_amx_tile_supported() else "")
+        # These have no level of their own there, but code that uses them dies where they are missing
+        has_bf16, has_amx = torch.cpu._is_avx512_bf16_supported(), torch.cpu._is_amx_tile_supported()
+        return torch.backends.cpu.get_cpu_capability() + "+BF16" * has_bf16 + "+AMX" * has_amx
     if not torch.cuda.is_available():
         return "no CUDA device"
     major, minor = torch.cuda.get_device_capability()

@@ -178,7 +178,7 @@ class BuildInfo:
     torch_version: str
     versions: dict[str, str] = field(default_factory=dict)  # packages beside PyTorch that run the programs
     machine: str  # platform.machine()
-    cpu_capability: str  # `host_capability(device)`: "AVX512+AMX", or "sm_90" on CUDA
+    cpu_capability: str  # `host_capability(device)`: "AVX512+BF16+AMX", or "sm_90" on CUDA
     num_threads: int
     programs: dict[str, ProgramInfo]
     gpu_name: str | None = None  # None: built for the CPU

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch._inductor
 import torch.utils._pytree as pytree
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch._inductor.exc import InductorError
 from torch.export import ExportedProgram
@@ -31,13 +32,16 @@ from torch.export import ExportedProgram
 import infer.backends.eager
 from export.attention import Form
 from export.backends.backend import BuildJob
+from export.cpu_kernels import attention, library, linear
+from export.cpu_kernels.trial import try_products
 from export.package_cache import PackageCache, conditions, file_sha256, key_of
 from infer.backends.eager import read_graph
 from infer.package import PROGRAM_KEY
 
 SUFFIX = ".pt2"
-FORM: Form = "inplace"
-_CODE = (Path(__file__), Path(infer.backends.eager.__file__))  # what compiles, and what reads the graphs for it
+FORM: Form = "kernel"
+# What compiles, and what reads the graphs for it
+_CODE = (Path(__file__), Path(infer.backends.eager.__file__), *library.sources())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +54,7 @@ class _Job:
     package: Path
     device: str
     autotune: bool
+    own_products: bool  # by our kernel for CPUs (`cpu_kernels.linear`), else Inductor chooses
     num_threads: int
 
 
@@ -76,12 +81,27 @@ def options(device: str, autotune: bool) -> dict[str, Any]:
     return chosen
 
 
+def kernels(device: str) -> dict[str, Any]:
+    """Inductor's settings by which packages call our own kernels on CPU; the linker finds them (`library`)."""
+    if device != "cpu":
+        return {}
+    ours = torch.ops.hispec
+    return {
+        "aot_inductor.custom_op_libs": [library.ARCHIVE],
+        "aot_inductor.custom_ops_to_c_shims": {
+            ours.paged_attention_cpu.default: [attention.SHIM],
+            ours.linear_cpu.default: [linear.SHIM],
+        },
+    }
+
+
 def versions() -> dict[str, str]:
     return {}
 
 
 def build(job: BuildJob) -> dict[str, dict[str, int]]:
     """Compile every program to a package, and count its kernels."""
+    own_products = job.device == "cpu" and _own_products_pay(job)
     jobs = [
         _Job(
             name=name,
@@ -90,6 +110,7 @@ def build(job: BuildJob) -> dict[str, dict[str, int]]:
             package=job.folder / f"{name}{SUFFIX}",
             device=job.device,
             autotune=job.autotune and job.dtype != "float32",  # there the templates lose: BENCHMARKS.md
+            own_products=own_products,
             num_threads=job.num_threads,
         )
         for name in job.names
@@ -106,6 +127,16 @@ def build(job: BuildJob) -> dict[str, dict[str, int]]:
         if name in keys:
             _keep(job, keys[name], packages[name])
     return {one.name: count_kernels(one.package) for one in jobs}
+
+
+def _own_products_pay(job: BuildJob) -> bool:
+    """By a trial on the matrices of the program that has most of them."""
+    files = [job.graphs.weights_file(name) for name in job.names]
+    with safe_open(max(files, key=lambda file: file.stat().st_size), "np") as weights:
+        shapes = [tuple(weights.get_slice(name).get_shape()) for name in list(weights.keys())]
+    trial = try_products([shape for shape in shapes if len(shape) == 2], getattr(torch, job.dtype))
+    job.report(f"our products with weights take {trial}: {'chosen' if trial.pays else 'the library is faster'}")
+    return trial.pays
 
 
 def _take(job: BuildJob, key: str, package: Path) -> bool:
@@ -142,7 +173,8 @@ def _keys(jobs: Sequence[_Job], job: BuildJob) -> dict[str, str]:
     }
     return {
         one.name: key_of(
-            shared | {"name": one.name, "device": one.device, "threads": one.num_threads},
+            shared
+            | {"name": one.name, "device": one.device, "threads": one.num_threads, "own_products": one.own_products},
             [one.graph_file, one.weights_file],
         )
         for one in jobs
@@ -183,6 +215,8 @@ def _compile(job: _Job, cache: str) -> tuple[str, float, str]:
     # would write to the same ones
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(cache) / job.name)
     torch.set_num_threads(job.num_threads)
+    if job.device == "cpu":
+        library.build_archive(Path(cache) / job.name / "kernels")
     fault = ""
     try:
         _write_package(job, job.autotune)
@@ -199,11 +233,15 @@ def _write_package(job: _Job, autotune: bool) -> None:
     tensors = {name: tensor.clone() for name, tensor in load_file(job.weights_file, job.device).items()}
     exported = read_graph(job.graph_file, tensors)
     exported._example_inputs = example_inputs(exported)
+    if job.own_products:
+        linear.use_linear(exported)
     with torch.no_grad():  # else Inductor ignores `freezing`, silently
         torch._inductor.aoti_compile_and_package(
             exported,
             package_path=str(job.package),
-            inductor_configs=options(job.device, autotune) | {"aot_inductor.metadata": {PROGRAM_KEY: job.name}},
+            inductor_configs=options(job.device, autotune)
+            | kernels(job.device)
+            | {"aot_inductor.metadata": {PROGRAM_KEY: job.name}},
         )
 
 
@@ -229,5 +267,6 @@ def count_kernels(package: Path) -> dict[str, int]:
         "library_gemm": len(re.findall(r"aoti_torch_cpu_(?:mm|addmm|bmm|linear)(?:_out)?\(", text)),
         "packed_gemm": len(re.findall(r"aoti_torch_cpu_\w*linear_pointwise\w*\(", text)),
         "amx_template": len(re.findall(r"^\s*AMXState amx_state;", text, flags=re.MULTILINE)),
-        "sdpa": text.count("aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu("),
+        "linear": text.count("aoti_torch_cpu_linear_cpu(") - 1,  # its declaration
+        "attention": text.count("aoti_torch_cpu_paged_attention_cpu(") - 1,
     }

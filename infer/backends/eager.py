@@ -52,7 +52,7 @@ def load_graphs(artifact: Artifact, program_set: ProgramSet) -> dict[str, Export
 def read_graph(graph_file: Path, tensors: Mapping[str, Tensor]) -> ExportedProgram:
     """The graph in `graph_file` over `tensors` (parameters, buffers and constants by name)."""
     text = graph_file.read_bytes()
-    if b"torch.ops.hispec." in text:
+    if b"torch.ops.hispec.paged_attention." in text:
         _register_kernels(graph_file)
     specs = json.loads(text)["graph_module"]["signature"]["input_specs"]
     parameters = {spec["parameter"]["parameter_name"] for spec in specs if "parameter" in spec}

@@ -14,6 +14,7 @@ from torch._inductor.exc import InductorError
 
 from export.backends import inductor
 from export.cli import _stopped_by_sigterm
+from export.cpu_kernels import library
 from infer import backends
 from infer.mapped_pages import read_mappings
 from tests.export.slow_compiler import SlowJob, compile_slowly
@@ -56,6 +57,13 @@ def test_sigterm_ends_compilers_instead_of_waiting_for_them(tmp_path: Path, monk
     assert not any(map(is_running, pids))
 
 
+def job_of(name: str, file: Path, device: str = "cpu", autotune: bool = False) -> inductor._Job:
+    return inductor._Job(
+        name=name, graph_file=file, weights_file=file, package=file, device=device, autotune=autotune,
+        own_products=False, num_threads=torch.get_num_threads(),
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(("device", "autotune"), [("cpu", True), ("cpu", False), ("cuda", True)])
 def test_where_autotuning_fails_a_cpu_program_has_inductors_own_kernels(
     device: str, autotune: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -68,9 +76,9 @@ def test_where_autotuning_fails_a_cpu_program_has_inductors_own_kernels(
             raise InductorError(AssertionError("Incorrect result from choice\n\n"), None)
 
     monkeypatch.setattr(inductor, "_write_package", fail_first)
+    monkeypatch.setattr(library, "build_archive", lambda folder: None)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    files = {"graph_file": tmp_path, "weights_file": tmp_path, "package": tmp_path}
-    job = inductor._Job(name="exit", device=device, autotune=autotune, num_threads=torch.get_num_threads(), **files)
+    job = job_of("exit", tmp_path, device, autotune)
     if device == "cpu" and autotune:
         _, _, fault = inductor._compile(job, str(tmp_path))
         assert tried == [True, False] and fault == "AssertionError: Incorrect result from choice"
@@ -83,12 +91,11 @@ def test_where_autotuning_fails_a_cpu_program_has_inductors_own_kernels(
 def test_programs_that_compile_at_once_have_files_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two unembeddings are one code; a package was found with the other's name, and might have had its weights."""
     seen = list[Path]()
+    monkeypatch.setattr(library, "build_archive", lambda folder: None)
     monkeypatch.setattr(inductor, "_write_package", lambda *_: seen.append(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "whatever was set")
-    files = {"graph_file": tmp_path, "weights_file": tmp_path, "package": tmp_path}
     for name in ("draft.unembed", "intermediate.unembed"):
-        job = inductor._Job(name=name, device="cpu", autotune=False, num_threads=torch.get_num_threads(), **files)
-        inductor._compile(job, str(tmp_path))
+        inductor._compile(job_of(name, tmp_path), str(tmp_path))
     assert len(set(seen)) == 2 and all(folder.parent == tmp_path for folder in seen)
 
 

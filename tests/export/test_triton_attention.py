@@ -79,13 +79,15 @@ def test_kernel_compiles_for_gpus_without_one(dtype: str, head_dim: int, capabil
 
 def test_the_form_is_chosen_by_device_and_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert default_attention("cuda") == default_attention("cpu") == "portable"
+    assert default_attention("kernel", "cuda") == default_attention("inplace", "cpu") == "portable"
     with pytest.raises(ValueError, match="pip install triton"):
         attention_name("triton")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    assert (default_attention("cuda"), default_attention("cpu")) == ("triton", "portable")
-    assert attention_name("triton") != attention_name("portable")
-    with pytest.raises(ValueError, match="expected portable or triton"):
+    assert default_attention("kernel", "cuda") == default_attention("inplace", "cuda") == "triton"
+    assert (default_attention("kernel", "cpu"), default_attention("inplace", "cpu")) == ("cpp", "portable")
+    assert {default_attention("functional", device) for device in ("cpu", "cuda")} == {"portable"}
+    assert len({attention_name(name) for name in ("portable", "triton", "cpp")}) == 3
+    with pytest.raises(ValueError, match="expected portable, triton or cpp"):
         attention_name("flash")  # type: ignore[arg-type]
 
 
