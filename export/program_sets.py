@@ -121,20 +121,32 @@ def measure_programs(
             tokens = _tokens(p, base.vocab_size, dtype).to(caller.device)
             limits = bitwise.paged_range(calls[p.name], tokens, page_shape, len(p.kv_layers), dtype)
         measured[p.name] = replace(infos[p.name], bitwise_range=limits)
-    gaps: list[tuple[int, int]] | None = []
-    if caller.device.type == "cpu":  # GAPS are those of kernels for the CPU; on a GPU nothing is known
-        deepest = max((p for p in made.programs if p.kind == "trunk"), key=lambda p: len(p.kv_layers))
-        tokens, num_layers = _tokens(deepest, base.vocab_size, dtype), len(deepest.kv_layers)
-        most = manifest.limits.max_model_len
-        gaps = bitwise.slot_gaps(calls[deepest.name], tokens, page_shape, num_layers, dtype, most)
-        if gaps is None:  # no bits are promised that hang on how far a call reaches
-            measured = {name: replace(one, bitwise_range=None) for name, one in measured.items()}
+    gaps = _slot_gaps(calls, made, manifest) if caller.device.type == "cpu" else []  # on a GPU nothing is known
+    if gaps is None:  # no bits are promised that hang on how far a call reaches
+        paged = {p.name for p in made.programs if p.kind != "flat"}
+        measured |= {name: replace(measured[name], bitwise_range=None) for name in paged}
     build = replace(programs.build, programs=measured, slot_gaps=gaps or [])
     (programs.path / "build.json").write_text(build.to_json())
     ranges = {name: info.bitwise_range and "{}–{}".format(*info.bitwise_range) for name, info in measured.items()}
     seconds = time.perf_counter() - start
     report(f"{where}: same bits for {ranges} tokens, widths of tables left out: {gaps}; checked in {seconds:.0f} s")
     return found, build
+
+
+def _slot_gaps(
+    calls: dict[str, Callable[..., Any]], made: Made, manifest: Manifest
+) -> list[tuple[int, int]] | None:
+    """`bitwise.slot_gaps` of the deepest trunk, whose layers show most."""
+    base, dtype = manifest.base, getattr(torch, made.dtype)
+    deepest = max((p for p in made.programs if p.kind == "trunk"), key=lambda p: len(p.kv_layers))
+    return bitwise.slot_gaps(
+        calls[deepest.name],
+        _tokens(deepest, base.vocab_size, dtype),
+        (manifest.block_size, base.num_kv_heads, base.head_dim),
+        len(deepest.kv_layers),
+        dtype,
+        manifest.limits.max_model_len,
+    )
 
 
 def record_set(folder: Path, build: BuildInfo, manifest: Manifest) -> Artifact:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from infer.row import Row
-from infer.table_width import Gaps, table_width
+from infer.table_width import Gaps, fit_table, table_width
 
 RING_SIZE = 64  # positions of hidden states kept per row between two tiers
 
@@ -57,11 +57,7 @@ class BlockTables:
         self._kept: dict[tuple[int, ...], tuple[list[list[int]], Tensor]] = {}
 
     def of(self, rows: Sequence[Row], num_blocks: int) -> Tensor:
-        """[B, num_blocks] int64.
-
-        Shorter ones are filled up with a block of the row's own, which positions mask: nobody reads the null block,
-        where the padding of a row whose states are NaN leaves NaN, and 0 × NaN would reach its neighbours.
-        """
+        """[B, num_blocks] int64."""
         tables = [row.block_table for row in rows]
         key = (num_blocks, *map(id, tables), *map(len, tables))
         kept = self._kept.get(key)
@@ -69,7 +65,7 @@ class BlockTables:
             if len(self._kept) == _MAX_TABLES:
                 self._kept.clear()
             self._check(tables)
-            filled = [table[:num_blocks] + table[:1] * (num_blocks - len(table)) for table in tables]
+            filled = [fit_table(table, num_blocks) for table in tables]
             # The lists are held, so that no others can come to have their ids
             kept = self._kept[key] = tables, to_device(torch.tensor(filled), self._device)
         return kept[1]

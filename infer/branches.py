@@ -24,7 +24,7 @@ from torch import Tensor
 
 from infer.batch import Query, cut, split_by_size, to_device
 from infer.row import Row
-from infer.table_width import Gaps, table_width
+from infer.table_width import Gaps, fit_table, table_width
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +41,7 @@ class Branch:
     row: Row
     start: int
     token_ids: Sequence[int]
-    block_table: Sequence[int]
+    block_table: list[int]
     num_scored: int
 
     @property
@@ -111,8 +111,7 @@ def make_branch_query(
         ids.append([*branch.token_ids[span.start - branch.start : span.stop - branch.start], *[0] * padding])
         positions.append([*span, *[-1] * padding])
         slots.append([*branch.slots(span, block_size), *[0] * padding])
-        table = [*branch.block_table[:num_blocks]]
-        tables.append(table + table[:1] * (num_blocks - len(table)))  # one of its own, which positions mask
+        tables.append(fit_table(branch.block_table, num_blocks))
     query = Query(
         positions=to_device(torch.tensor(positions), device),
         slots=to_device(torch.tensor(slots), device),

@@ -95,6 +95,7 @@ def check(
     peer: Peer | None = None,
     max_logit_error: float = 0.0,
     on_result: Callable[[Comparison], None] = lambda _: None,
+    on_progress: Callable[[str], None] = lambda _: None,
 ) -> list[Comparison]:
     """Compare all of them.
 
@@ -102,6 +103,7 @@ def check(
         params: greedy, or with a seed: without one every run would draw its own.
         peer: Hugging Face's greedy texts are compared as well.
         max_logit_error: of the artifact's target against the model, relative to the largest logit (parity.json).
+        on_progress: told what is decoded, before each group of `batch_size` prompts.
 
     Raises:
         ValueError: a request failed, or a strategy is lossy by design.
@@ -115,7 +117,11 @@ def check(
     def texts(strategy: str, batch_size: int) -> list[list[int]]:
         llm.use(strategy, policy)
         groups = [list(prompts[i : i + batch_size]) for i in range(0, len(prompts), batch_size)]
-        outputs = [output for group in groups for output in llm.generate(group, params)]
+        outputs = []
+        for number, group in enumerate(groups):
+            on_progress(f"{strategy}, batch {batch_size}: {number * batch_size} of {len(prompts)} prompts")
+            outputs += llm.generate(group, params)
+        on_progress("")
         check_whole(outputs)
         return [list(output.outputs[0].token_ids) for output in outputs]
 

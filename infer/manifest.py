@@ -16,7 +16,8 @@ from infer.device import RUNTIME_PACKAGES, gpu_name, host_capability, missing_co
 from infer.records import load_json, read_record
 from infer.table_width import PERIOD
 
-# 2: exits may read the target's state (`context`); 3: builds name their packages and weights; 4: and the processor
+# 2: exits may read the target's state (`context`); 3: builds name their packages and weights; 4: and the processor;
+# 5: and the widths that block tables do not have
 FORMAT_VERSION = 5
 MANIFEST = "hispec.json"
 HARDWARE_BOUND = frozenset({"inductor", "tensorrt"})  # backends whose programs hold machine code

@@ -23,3 +23,12 @@ def table_width(num_slots: int, block_size: int, gaps: Gaps) -> int:
             if low < last < high:
                 return -(-(num_blocks * block_size + high - last) // block_size)
     return num_blocks
+
+
+def fit_table(table: list[int], num_blocks: int) -> list[int]:
+    """A row's table [M], at least one block, as so many.
+
+    What it lacks is filled up with a block of the row's own, which positions mask: nobody reads the null block, where
+    the padding of a row whose states are NaN leaves NaN, and 0 × NaN would reach its neighbours.
+    """
+    return table[:num_blocks] + table[:1] * (num_blocks - len(table))

@@ -47,7 +47,7 @@ def _run(args: argparse.Namespace) -> int:
     try:
         results = check(
             llm, prompts, params, strategies=names, batch_sizes=sizes, policy=policy, peer=peer,
-            max_logit_error=error, on_result=print_comparison,
+            max_logit_error=error, on_result=print_comparison, on_progress=options.show_progress,
         )  # fmt: skip
     finally:
         if peer is not None:

@@ -56,6 +56,13 @@ def test_every_strategy_and_batch_size_is_compared_with_plain_decoding(llm: LLM)
     assert all(r.is_lossless and r.num_prompts == 3 and r.num_tokens > 0 for r in results)
 
 
+def test_it_tells_what_it_decodes_from_plain_decoding_on(llm: LLM) -> None:
+    told: list[str] = []
+    check(llm, PROMPTS, GREEDY, strategies=("layerskip",), batch_sizes=(2,), policy=Policy(), on_progress=told.append)
+    plain = [f"autoregressive, batch 1: {number} of 3 prompts" for number in range(3)]
+    assert told == [*plain, "", "layerskip, batch 2: 0 of 3 prompts", "layerskip, batch 2: 2 of 3 prompts", ""]
+
+
 def test_a_verifier_that_lets_a_wrong_token_pass_is_found(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def lenient(drafted, picks):
         return len(drafted), verify(drafted, picks)[1]  # keeps all that was drafted

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infer.table_width import PERIOD, table_width
+from infer.table_width import PERIOD, fit_table, table_width
 
 GAPS = [(192, 384)]
 
@@ -33,3 +33,11 @@ def test_a_gap_comes_again_every_period(num_slots, expected):
 
 def test_whole_periods_are_a_gap_too():
     assert [table_width(n, 16, [(0, PERIOD)]) for n in (1, 512, 513)] == [32, 32, 64]
+
+
+@given(table=st.lists(st.integers(1, 99), min_size=1), num_blocks=st.integers(1, 20))
+def test_a_fitted_table_has_a_rows_own_blocks_alone(table, num_blocks):
+    fitted = fit_table(table, num_blocks)
+    assert len(fitted) == num_blocks
+    assert fitted[: len(table)] == table[:num_blocks]
+    assert set(fitted[len(table) :]) <= {table[0]}
