@@ -1,10 +1,11 @@
 """Whether speculation pays, learnt while decoding, so that a text that an exit can't foresee is decoded plainly.
 
 A speculating round takes longer than a plain one and gives more tokens. What both take is timed, for each number of
-rows; what a round gives is kept for each row as a moving average, since it is the text that decides it. Rows decode
-plainly while their average would not pay for the longer round, and speculation is tried again later, after ever longer
-pauses. Texts do not change with any of this as long as the rule is that of identity: a token is plain decoding's
-whether it was drafted or not.
+rows; what a round gives is judged for each row, since it is the text that decides it: by its own latest rounds, and by
+what texts usually gain, which stands for a few rounds more. Few rounds prove little, as one gives one token or six, and
+a row's own count for less the longer ago they were. Rows decode plainly while their gain would not pay for the longer
+round; speculation is tried again when that evidence has faded, or after ever longer pauses. Texts do not change with
+any of this as long as the rule is that of identity: a token is plain decoding's whether it was drafted or not.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ KEPT = 9  # times of the latest rounds, whose median counts: a stall of the mach
 FEWEST_PLAIN, FEWEST_SPECULATING = 3, 3  # rounds before their times are believed
 ROUNDS_BETWEEN_PLAIN = 64  # while speculation pays: a plain round now and then, as costs drift
 SHORTEST_PAUSE, LONGEST_PAUSE = 8, 128  # plain rounds before speculation is tried again
-ROW_WEIGHT, USUAL_WEIGHT = 0.15, 0.02  # of the latest round in a row's average, and in the average over all rows
+FADING = 0.9  # what a row's evidence still counts for after each further round, a plain one too
+NUM_USUAL = 4.0  # rounds of the row's own that the usual gain weighs as much as
+USUAL_WEIGHT = 0.02  # of the latest round in the usual gain
 
 
 @dataclass(slots=True)
@@ -57,7 +60,7 @@ class Payoff:
         size = self._sizes[len(rows).bit_length()]
         if len(size.plain) < FEWEST_PLAIN or len(size.speculating) < FEWEST_SPECULATING:
             return len(size.plain) >= FEWEST_PLAIN
-        gains = [(row.gain or self._usual) if row.params.speculate else 1.0 for row in rows]
+        gains = [self._gain(row) if row.params.speculate else 1.0 for row in rows]
         if statistics.fmean(gains) > size.break_even():
             size.pause, size.num_left = SHORTEST_PAUSE, 0
             size.num_paying = (size.num_paying + 1) % ROUNDS_BETWEEN_PLAIN
@@ -65,10 +68,17 @@ class Payoff:
         size.num_left = max(0, size.num_left - 1)
         return size.num_left == 0
 
+    def _gain(self, row: Row) -> float:
+        """Tokens that a speculating round is expected to give it."""
+        return (NUM_USUAL * self._usual + row.num_gained) / (NUM_USUAL + row.num_speculated)
+
     def note(self, rows: Sequence[Row], num_gained: Sequence[int], seconds: float) -> None:
         """A round is done: tokens that each row gained, and what it took."""
         size = self._sizes[len(rows).bit_length()]
         speculated = [(row, number) for row, number in zip(rows, num_gained, strict=True) if row.speculates]
+        for row in rows:
+            row.num_gained *= FADING
+            row.num_speculated *= FADING
         is_usual, self._has_speculated = self._has_speculated, bool(speculated)
         if not speculated:
             size.plain.append(seconds)
@@ -77,8 +87,8 @@ class Payoff:
             size.speculating.append(seconds)
         for row, number in speculated:
             self._usual += (USUAL_WEIGHT if self._usual else 1.0) * (number - self._usual)
-            before = row.gain or self._usual
-            row.gain = before + ROW_WEIGHT * (number - before)
+            row.num_gained += number
+            row.num_speculated += 1
         if len(size.speculating) <= FEWEST_SPECULATING or not size.plain:
             return
         if statistics.fmean(num_gained) <= size.break_even():  # a trial has failed; the pause counts if that is usual

@@ -67,6 +67,14 @@ def test_break_even_is_the_ratio_of_times_whatever_the_gain():
         assert (played.count("S") > 250) == pays, played
 
 
+def test_rounds_that_happen_to_gain_little_do_not_stop_a_text_that_pays():
+    """Two tokens a round for 1.5 times the time, six tokens at once and then none for a while."""
+    payoff = Payoff()
+    play(payoff, [row()], 100, lambda number: 2)  # what texts usually gain
+    played = play(payoff, [row()], 400, lambda number: 6 if number % 5 == 0 else 1)
+    assert played.count("p") < 0.15 * len(played), played
+
+
 def test_a_new_text_begins_with_what_texts_usually_gain():
     payoff = Payoff()
     play(payoff, [row()], 300, lambda number: 1)
