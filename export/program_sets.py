@@ -133,9 +133,7 @@ def measure_programs(
     return found, build
 
 
-def _slot_gaps(
-    calls: dict[str, Callable[..., Any]], made: Made, manifest: Manifest
-) -> list[tuple[int, int]] | None:
+def _slot_gaps(calls: dict[str, Callable[..., Any]], made: Made, manifest: Manifest) -> list[tuple[int, int]] | None:
     """`bitwise.slot_gaps` of the deepest trunk, whose layers show most."""
     base, dtype = manifest.base, getattr(torch, made.dtype)
     deepest = max((p for p in made.programs if p.kind == "trunk"), key=lambda p: len(p.kv_layers))
