@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, product
 
 from infer.llm import LLM
 from infer.output import TierMetrics, check_whole
@@ -104,7 +104,7 @@ def run_bench(
     bitwise: Sequence[bool] | None = None,
     verifications: Sequence[str] = ("identity",),
     workloads: Sequence[str] | None = None,
-    tuned: Mapping[tuple[str, int], Setting] | None = None,
+    tuned: Mapping[tuple[str, int, str], Setting] | None = None,
     peers: Sequence[Peer] = (),
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> list[Result]:
@@ -113,7 +113,7 @@ def run_bench(
     Args:
         policy: of the strategies that `tuned` has nothing for.
         workloads: of each prompt; a group is of one. None: they are all alike.
-        tuned: (strategy or `auto`, batch size) → what runs in its place.
+        tuned: (strategy or `auto`, batch size, workload) → what runs in its place.
         temperatures: each takes the place of the one in `params`; None is that one alone.
         bitwise: each strategy runs once with every value; None is what `llm` has. That is as it was afterwards.
         verifications: each strategy that drafts runs once with every one.
@@ -123,12 +123,12 @@ def run_bench(
     results: list[Result] = []
     others = {peer.name: peer for peer in peers}
 
-    def run(group: Sequence[Sequence[int]], params: SamplingParams, result: Result) -> None:
+    def run(workload: str, group: Sequence[Sequence[int]], params: SamplingParams, result: Result) -> None:
         name, batch_size = result.contender.name, result.contender.batch_size
         if name in others:
             _run_peer(others[name], group, params, result)
         else:
-            _run(llm, (tuned or {}).get((name, batch_size), Setting(name, policy)), group, params, result)
+            _run(llm, (tuned or {}).get((name, batch_size, workload), Setting(name, policy)), group, params, result)
 
     for batch_size in dict.fromkeys(batch_sizes):
         groups = _groups(prompts, workloads or [""] * len(prompts), batch_size)
@@ -147,12 +147,12 @@ def run_bench(
             by_contender = {contender: Result(contender) for contender in contenders}
             warmup = SamplingParams(temperature=0, max_tokens=WARMUP_TOKENS)
             for contender in contenders:
-                run(groups[0][1], warmup, Result(contender))
+                run(*groups[0], warmup, Result(contender))
             own_params = replace(params, temperature=temperature)
             for number, (workload, group) in enumerate(groups):
                 turn = number % len(contenders)
                 for contender in contenders[turn:] + contenders[:turn]:
-                    run(group, own_params, by_contender[contender])
+                    run(workload, group, own_params, by_contender[contender])
                     by_contender[contender].workloads.append(workload)
                 on_progress(f"batch {batch_size}, temperature {temperature:g}: {number + 1}/{len(groups)} groups")
             results += by_contender.values()
@@ -161,17 +161,21 @@ def run_bench(
 
 
 def settings_of(
-    plan: Plan, names: Sequence[str], sizes: Sequence[int], *, is_tuned: bool
-) -> dict[tuple[str, int], Setting]:
-    """What the plan chose for `auto`, and, if tuned, the numbers that it found best for each strategy."""
+    plan: Plan, names: Sequence[str], sizes: Sequence[int], kinds: Mapping[str, str], *, is_tuned: bool
+) -> dict[tuple[str, int, str], Setting]:
+    """What the plan chose for `auto`, and, if tuned, the numbers that it found best for each strategy.
+
+    Args:
+        kinds: workload of prompts → the plan's workload that `auto` is run as; empty: its choice for all texts.
+    """
     found = {}
-    for size in sizes:
+    for size, (workload, kind) in product(sizes, kinds.items()):
         entry = plan.entry_for(size)
         best = {figure.strategy: figure for figure in entry.tuned} if is_tuned else {}
         for name in names:
-            figure = entry.chosen if name == "auto" else best.get(name)
+            figure = entry.figure_for(kind) if name == "auto" else best.get(name)
             if figure is not None:
-                found[name, size] = figure.setting
+                found[name, size, workload] = figure.setting
     return found
 
 

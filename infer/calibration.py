@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 
 from infer.llm import LLM
 from infer.output import check_whole
@@ -41,6 +42,7 @@ MIN_GROUPS = 5  # of prompts, three of which are the middle half
 WARMUP_TOKENS = 8
 
 Prompts = Sequence[Sequence[int]]
+Ratios = dict[Setting, list[float]]  # speed relative to plain decoding, group by group
 
 
 @dataclass(slots=True)
@@ -87,13 +89,17 @@ def plan_batch(
     params: SamplingParams,
     margin: float,
     on_progress: Callable[[str], None] = lambda _: None,
+    workloads: Sequence[str] | None = None,
 ) -> PlanEntry:
     """The best strategy for so many rows. The model decodes plainly afterwards.
+
+    Args:
+        workloads: of each prompt, to choose for each of them too; None: for all texts alike.
 
     Raises:
         ValueError: the prompts never decode all together, or a text was cut short by a fault.
     """
-    groups = _groups(prompts, batch_size)
+    kinds, groups = _by_kind(prompts, workloads or [""] * len(prompts), batch_size)
     allowed = settings(llm.manifest)
     try:
         on_progress(f"batch {batch_size}: {PLAIN}")
@@ -124,8 +130,15 @@ def plan_batch(
         tuned[one.strategy] = one
     lowest = LOWEST_QUARTER if llm.verification == "identity" else 1.0
     chosen = figures.pop(choose(ratios, margin, lowest))
+    by_workload = {}
+    for kind in dict.fromkeys(kinds) if workloads else ():
+        own = _of_kind(ratios, kinds, kind)
+        best = choose(own, margin, lowest)
+        by_workload[kind] = _figure(best, None, own.get(best, [1.0]))
     runner_up = max((f for f in figures.values() if f.strategy not in LOSSY), key=lambda one: one.ratio, default=None)
-    return PlanEntry(batch_size=batch_size, chosen=chosen, runner_up=runner_up, tuned=list(tuned.values()))
+    return PlanEntry(
+        batch_size=batch_size, chosen=chosen, runner_up=runner_up, tuned=list(tuned.values()), by_workload=by_workload
+    )
 
 
 def probe(llm: LLM, groups: Sequence[Prompts], setting: Setting, params: SamplingParams) -> Record:
@@ -165,10 +178,10 @@ def compare(
     compared: Sequence[Setting],
     params: SamplingParams,
     on_progress: Callable[[str], None] = lambda _: None,
-) -> dict[Setting, list[float]]:
-    """Setting → speed relative to plain decoding, group by group. Each takes its turn at being first."""
+) -> Ratios:
+    """Run all of them and plain decoding in turn. Each takes its turn at being first."""
     contenders = [Setting(PLAIN), *compared]
-    ratios: dict[Setting, list[float]] = {setting: [] for setting in compared}
+    ratios: Ratios = {setting: [] for setting in compared}
     for number, group in enumerate(groups):
         on_progress(f"comparing, {number + 1} of {len(groups)}")
         turn, speeds = number % len(contenders), {}
@@ -188,6 +201,21 @@ def _groups(prompts: Prompts, batch_size: int) -> list[Prompts]:
     """Groups of B prompts that hold every prompt at least once; prompts come again to fill them."""
     count = max(MIN_GROUPS, -(-len(prompts) // batch_size))
     return [[prompts[(g * batch_size + i) % len(prompts)] for i in range(batch_size)] for g in range(count)]
+
+
+def _by_kind(prompts: Prompts, workloads: Sequence[str], batch_size: int) -> tuple[list[str], list[Prompts]]:
+    """`_groups` of each workload's prompts, and the workload of each; in turn, as far as they reach."""
+    own: dict[str, list[Sequence[int]]] = defaultdict(list)
+    for prompt, workload in zip(prompts, workloads, strict=True):
+        own[workload].append(prompt)
+    turns = zip_longest(*([(kind, group) for group in _groups(few, batch_size)] for kind, few in own.items()))
+    pairs = [pair for turn in turns for pair in turn if pair is not None]
+    return [kind for kind, _ in pairs], [group for _, group in pairs]
+
+
+def _of_kind(ratios: Ratios, kinds: Sequence[str], kind: str) -> Ratios:
+    places = [place for place, other in enumerate(kinds) if other == kind]
+    return {setting: [every[place] for place in places] for setting, every in ratios.items()}
 
 
 def _costs(records: Sequence[Record]) -> Costs:

@@ -19,6 +19,7 @@ class StrategyChooser:
     Args:
         engine: with a round that runs `setting` under the rule `verification`.
         plan: followed until a strategy is chosen by hand; None: there is none to follow.
+        workload: the kind of text that the plan is asked about.
         adaptive: as `LLM` has it; None: the plan's strategies are, where no text depends on it.
     """
 
@@ -30,9 +31,10 @@ class StrategyChooser:
         verification: str,
         *,
         plan: Plan | None = None,
+        workload: str = "",
         adaptive: bool | None = None,
     ) -> None:
-        self.plan = plan
+        self.plan, self._workload = plan, workload
         self._engine, self._repertoire = engine, repertoire
         self._payoffs: dict[Setting, Payoff] = {}  # what was learnt of each
         self._follows_adaptively = adaptive is not False and verification == "identity"
@@ -51,7 +53,7 @@ class StrategyChooser:
         """Take the plan's strategy for so many rows at once, if there is a plan and no request is running."""
         if self.plan is None or self._engine.has_unfinished:
             return
-        setting = self.plan.entry_for(num_rows).chosen.setting
+        setting = self.plan.entry_for(num_rows).figure_for(self._workload).setting
         if setting != self.setting:
             self._switch(setting, self.verification, adaptive=self._follows_adaptively)
 

@@ -49,6 +49,8 @@ class LLM:
         bitwise: keep every call to the programs where a token's results have the same bits whatever is computed with
             it, as export measured. False is the fastest: a token may then depend on its neighbours in the batch and on
             the strategy, where two logits lie within the last bits of each other.
+        workload: the kind of text that `auto` follows its plan for, by the name of the prompt file that it was planned
+            with (`infer plan --by-workload`); empty: any.
         num_draft_tokens, window, inner_rounds: the policy's γ, N_i and R; a plan brings its own.
         num_lookup_tokens, max_ngram, min_ngram: how many tokens are proposed out of a row's own text, and the most and
             fewest of its last tokens that are looked for there: vLLM's prompt_lookup_max and prompt_lookup_min.
@@ -88,6 +90,7 @@ class LLM:
         max_num_prefill_tokens: int = 512,
         enable_prefix_caching: bool = False,
         bitwise: bool = True,
+        workload: str = "",
         num_draft_tokens: int = 2,
         window: int = 4,
         inner_rounds: int = 4,
@@ -136,6 +139,11 @@ class LLM:
             raise ValueError(f"allow_lossy={allow_lossy!r} must be True or False")
         if adaptive:
             check_adaptive(strategy, verification)
+        if workload and not is_auto:
+            raise ValueError(
+                f"workload={workload!r} chooses within a plan, which strategy={strategy!r} does not follow: "
+                "leave out one of them"
+            )
         check_device(device)
         self.artifact = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
         self.manifest: Manifest = self.artifact.manifest
@@ -149,6 +157,8 @@ class LLM:
         self._loader = EngineLoader(self.artifact, chosen, options, programs)
         self.conditions = self._loader.conditions(verification)
         plan = read_plan(self.artifact, self.conditions) if is_auto else None
+        if plan is not None and workload:
+            plan.check_workload(workload)
         for note in self._loader.unproved_bits():
             warnings.warn(note, stacklevel=2)
         self.tokenizer = load_tokenizer(self.artifact.path)
@@ -156,7 +166,7 @@ class LLM:
         settings = [setting, *(plan.settings if plan else ())]
         self.engine = self._loader.load(self._repertoire, settings, verification)
         self._chooser = StrategyChooser(
-            self.engine, self._repertoire, setting, verification, plan=plan, adaptive=adaptive
+            self.engine, self._repertoire, setting, verification, plan=plan, workload=workload, adaptive=adaptive
         )
         self.follow_plan(max_num_seqs)
 

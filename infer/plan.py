@@ -10,7 +10,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Self
 
@@ -22,7 +22,7 @@ from infer.manifest import BuildInfo, Manifest
 from infer.records import MAX_JSON, load_json, read_record
 from infer.strategy import Policy, Setting, stages_of
 
-FORMAT_VERSION = 4  # 4: settings have branches
+FORMAT_VERSION = 5  # 4: settings have branches; 5: entries choose by workload
 PLAN_AGAIN = "make one with python -m infer plan ARTIFACT (see python -m infer plan --help)"
 
 
@@ -101,6 +101,11 @@ class PlanEntry:
     chosen: Figure
     runner_up: Figure | None  # the best of the others that were measured
     tuned: list[Figure]  # the best of each strategy that was measured, plain decoding's with it
+    by_workload: dict[str, Figure] = field(default_factory=dict)  # chosen for one kind of text: name → figure there
+
+    def figure_for(self, workload: str) -> Figure:
+        """What was chosen for texts of this kind; of no kind or one that was not planned, for all."""
+        return self.by_workload.get(workload, self.chosen)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +123,21 @@ class Plan:
     @property
     def settings(self) -> list[Setting]:
         """What its entries choose."""
-        return [entry.chosen.setting for entry in self.entries]
+        return [one.setting for entry in self.entries for one in (entry.chosen, *entry.by_workload.values())]
+
+    @property
+    def workloads(self) -> list[str]:
+        """Kinds of text for which it chooses by itself."""
+        return sorted({name for entry in self.entries for name in entry.by_workload})
+
+    def check_workload(self, name: str) -> None:
+        """ValueError unless it chooses for this one by itself."""
+        if name not in self.workloads:
+            known = ", ".join(self.workloads) or "none, as it was made without --by-workload"
+            raise ValueError(
+                f"workload={name!r} is not in {PLAN}, which knows {known}: leave it out, or plan with "
+                f"python -m infer plan ARTIFACT --by-workload --prompts DIR, with {name}.jsonl in that folder"
+            )
 
     def entry_for(self, num_rows: int) -> PlanEntry:
         """That of the largest batch size not above `num_rows`; below all, the smallest's."""
@@ -137,7 +156,8 @@ class Plan:
         plan = read_record(cls, data, PLAN, PLAN_AGAIN)
         for entry in plan.entries:
             try:
-                stages_of(entry.chosen.strategy, entry.chosen.policy, manifest)
+                for one in (entry.chosen, *entry.by_workload.values()):
+                    stages_of(one.strategy, one.policy, manifest)
             except ValueError as error:
                 raise ValueError(f"{PLAN}: entry of batch size {entry.batch_size}: {error}; {PLAN_AGAIN}") from None
         return plan

@@ -156,6 +156,8 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
         best, next_ = entry.chosen, entry.runner_up
         others = ("–", "", "") if next_ is None else (f"{next_.strategy} {_numbers(next_)}", *_ratios(next_))
         table.add_row(str(entry.batch_size), best.strategy, _numbers(best), *_ratios(best), *others)
+        for name, one in entry.by_workload.items():
+            table.add_row(f"{entry.batch_size} {name}", one.strategy, _numbers(one), *_ratios(one))
     console = console or Console(width=120)
     console.print(table)
     console.print(

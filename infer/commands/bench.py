@@ -6,7 +6,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +37,9 @@ def add(commands: Any) -> None:
     )
     parser.add_argument(
         "--tuned", action="store_true", help="each strategy with the numbers that `infer plan` found best for it"
+    )
+    parser.add_argument(
+        "--by-workload", action="store_true", help="auto as the plan chose for each file of prompts by itself"
     )
     parser.add_argument(
         "--peers",
@@ -77,6 +82,7 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             "--identity-cost": args.identity_cost,
             "--peers": args.peers,
             "--tuned": args.tuned,
+            "--by-workload": args.by_workload,
             "--plots": args.plots,
             "--verifications": args.verifications != "identity",
         }
@@ -105,9 +111,9 @@ def _compare(args: argparse.Namespace, sizes: list[int]) -> int:
         options.need_seed(one, "bench")
     if peer_names and not all(options.is_plain(one) for one in each):
         raise ValueError("--peers decode greedily and freely to their own end: leave out all but --max-tokens")
-    here, llm, names, tuned = _prepare(args, sizes)
-    prompts = [options.token_ids(llm, row) for row in rows]
     workloads = [row.workload for row in rows]
+    here, llm, names, tuned = _prepare(args, sizes, workloads)
+    prompts = [options.token_ids(llm, row) for row in rows]
     peers: list[Peer] = []
     context = max(map(len, prompts)) + max(args.max_tokens, bench.WARMUP_TOKENS)
     try:
@@ -185,7 +191,7 @@ def _profile(args: argparse.Namespace, sizes: list[int]) -> int:
 
     params, policy = sampling_params(args), options.policy_of(args)
     rows = options.prompt_rows(args, profile.question_rows())
-    here, llm, names, _ = _prepare(args, sizes)
+    here, llm, names, _ = _prepare(args, sizes, [""])
     prompts = [options.token_ids(llm, row) for row in rows]
     overheads = profile.measure_overhead(llm, names, sizes, policy)
     shares = profile.measure_shares(llm, prompts, names, sizes, params, policy)
@@ -199,8 +205,8 @@ def _profile(args: argparse.Namespace, sizes: list[int]) -> int:
 
 
 def _prepare(
-    args: argparse.Namespace, sizes: list[int]
-) -> tuple[Machine, LLM, list[str], dict[tuple[str, int], Setting]]:
+    args: argparse.Namespace, sizes: list[int], workloads: Sequence[str]
+) -> tuple[Machine, LLM, list[str], dict[tuple[str, int, str], Setting]]:
     """The machine, measured while nothing else runs, then the model, the strategies that are to run, and what runs in
     the place of which."""
     from infer import bench
@@ -217,11 +223,17 @@ def _prepare(
     if has_plan and plan is None:
         raise ValueError("--tuned and the strategy auto need a plan that holds here: python -m infer plan ARTIFACT")
     names = options.strategy_names(args, llm)
-    tuned = bench.settings_of(plan, names, sizes, is_tuned=args.tuned) if plan else {}
+    kinds = {workload: workload if args.by_workload else args.workload for workload in workloads}
+    if args.by_workload:
+        if plan is None or "auto" not in names:
+            raise ValueError("--by-workload is about the strategy auto: add it to --strategies")
+        for name in kinds:
+            plan.check_workload(name)
+    tuned = bench.settings_of(plan, names, sizes, kinds, is_tuned=args.tuned) if plan else {}
     for name in names:  # refuses unknown ones before any work
         for verification in args.verifications.split(","):
-            for size in sizes:
-                setting = tuned.get((name, size), Setting(name, options.policy_of(args)))
+            for size, workload in product(sizes, kinds):
+                setting = tuned.get((name, size, workload), Setting(name, options.policy_of(args)))
                 llm.use(*setting, verification=verification)
     llm.use("autoregressive")
     if "hispec_paper" in names and (note := paper_depths(llm.manifest)):

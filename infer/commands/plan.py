@@ -22,6 +22,10 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--margin", type=float, default=0.03, help="by which a strategy must beat plain decoding (default 0.03)"
     )
+    parser.add_argument(
+        "--by-workload", action="store_true",
+        help="choose for each file of --prompts DIR too, for LLM(workload=NAME) and --workload NAME",
+    )  # fmt: skip
     parser.set_defaults(run=_run)
 
 
@@ -44,12 +48,15 @@ def _run(args: argparse.Namespace) -> int:
     params = SamplingParams(temperature=args.temperature, seed=args.seed, max_tokens=args.max_tokens)
     options.need_seed(params, "plan")
     rows = options.prompt_rows(args, question_rows())
+    workloads = [row.workload for row in rows] if args.by_workload else None
+    if workloads and not all(workloads):
+        raise ValueError("--by-workload needs --prompts DIR, with a file for each kind of text")
     note_if_busy(load_average())
     llm = options.load_llm(args, "autoregressive", args.verification)
     prompts = [options.token_ids(llm, row) for row in rows]
     # The largest first: answers that are too short for a batch to fill are found before any other work is done
     entries = [
-        calibration.plan_batch(llm, prompts, size, params, args.margin, options.show_progress)
+        calibration.plan_batch(llm, prompts, size, params, args.margin, options.show_progress, workloads)
         for size in reversed(sizes)
     ][::-1]
     print(file=sys.stderr)

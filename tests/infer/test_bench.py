@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -204,7 +205,7 @@ def test_tuned_numbers_run_in_the_place_of_a_name(llm: LLM, monkeypatch: pytest.
     used = []
     use = llm.use
     monkeypatch.setattr(llm, "use", lambda *args, **kw: (used.append(args), use(*args, **kw)))
-    tuned = {("auto", 1): Setting("layerskip", Policy(num_draft_tokens=3))}
+    tuned = {("auto", 1, ""): Setting("layerskip", Policy(num_draft_tokens=3))}
     results = run_bench(llm, PROMPTS[:1], strategies=("auto", "layerskip"), batch_sizes=(1,), tuned=tuned,
                         params=SamplingParams(temperature=0, max_tokens=6), policy=Policy())  # fmt: skip
     assert [r.contender.name for r in results] == [BASELINE, "auto", "layerskip"]
@@ -221,10 +222,21 @@ def test_a_plan_gives_auto_its_choice_and_each_strategy_its_best() -> None:
         batch_size=1, chosen=figure("layerskip", 4), runner_up=None, tuned=[figure("layerskip", 4), figure("hispec", 2)]
     )
     plan = SimpleNamespace(entry_for=lambda size: entry)
-    names = ("auto", "hispec", "prompt_lookup")
-    assert settings_of(plan, names, (1,), is_tuned=False) == {("auto", 1): Setting("layerskip", entry.chosen.policy)}
-    assert settings_of(plan, names, (1,), is_tuned=True)["hispec", 1].policy.num_draft_tokens == 2
-    assert ("prompt_lookup", 1) not in settings_of(plan, names, (1,), is_tuned=True)
+    names, kinds = ("auto", "hispec", "prompt_lookup"), {"code": ""}
+    chosen = Setting("layerskip", entry.chosen.policy)
+    assert settings_of(plan, names, (1,), kinds, is_tuned=False) == {("auto", 1, "code"): chosen}
+    tuned = settings_of(plan, names, (1,), kinds, is_tuned=True)
+    assert tuned["hispec", 1, "code"].policy.num_draft_tokens == 2 and ("prompt_lookup", 1, "code") not in tuned
+
+
+def test_a_plan_gives_auto_its_choice_for_each_workload() -> None:
+    figure = Figure(strategy="layerskip", policy=Policy(), predicted=None, ratio=1.2, ratio_low=1.1)
+    other = replace(figure, strategy="hispec")
+    entry = PlanEntry(batch_size=1, chosen=figure, runner_up=None, tuned=[figure], by_workload={"code": other})
+    plan = SimpleNamespace(entry_for=lambda size: entry)
+    found = settings_of(plan, ("auto", "layerskip"), (1, 4), {"code": "code", "news": ""}, is_tuned=False)
+    expected = {"code": other.setting, "news": figure.setting}
+    assert found == {("auto", size, name): expected[name] for size in (1, 4) for name in expected}
 
 
 @pytest.mark.parametrize("n", [1, 5, 6, 10, 15, 40])

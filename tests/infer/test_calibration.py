@@ -163,6 +163,36 @@ def test_groups_fill_the_batch_and_hold_every_prompt() -> None:
         assert {tuple(p) for group in groups for p in group} == {tuple(p) for p in prompts}
 
 
+def test_groups_are_of_one_workload_each_and_hold_every_prompt() -> None:
+    prompts, workloads = [[i] for i in range(9)], ["a", "b", "a", "c", "a", "a", "a", "a", "a"]
+    for batch_size in (1, 2, 16):
+        kinds, groups = calibration._by_kind(prompts, workloads, batch_size)
+        assert {len(group) for group in groups} == {batch_size} and kinds[:3] == ["a", "b", "c"]
+        for name in "abc":
+            own = [group for kind, group in zip(kinds, groups, strict=True) if kind == name]
+            assert len(own) >= calibration.MIN_GROUPS
+            assert {p[0] for group in own for p in group} == {i for i, kind in enumerate(workloads) if kind == name}
+
+
+def test_each_workload_has_what_is_fastest_in_it(llm: LLM, clock: Clock, monkeypatch) -> None:
+    """Speculation doubles the speed in one kind of text, and halves it in the other."""
+    runner = llm.engine.runner
+    runner.bind(slowed(runner.programs, clock, lambda _: 1.0), bitwise=False)
+    workloads = ["code", "news", "code"]
+
+    def rigged(llm: LLM, groups: Any, compared: Any, *_: Any) -> dict[Setting, list[float]]:
+        ratios = [2.0 if group[0] != PROMPTS[1] else 0.5 for group in groups]
+        return {one: ratios if number else [0.9] * len(groups) for number, one in enumerate(compared)}
+
+    monkeypatch.setattr(calibration, "compare", rigged)
+    entry = plan_batch(llm, PROMPTS, 1, PARAMS, 0.03, workloads=workloads)
+    code, news = entry.figure_for("code"), entry.figure_for("news")
+    assert code.strategy != PLAIN and (code.ratio, code.ratio_low, code.predicted) == (2, 2, None)
+    assert (news.strategy, news.ratio) == (PLAIN, 1)
+    assert list(entry.by_workload) == ["code", "news"] and entry.figure_for("poems") == entry.chosen
+    assert plan_batch(llm, PROMPTS, 1, PARAMS, 0.03).by_workload == {}
+
+
 def test_probed_settings_are_the_ends_of_each_strategys_grid(llm: LLM, clock: Clock, monkeypatch) -> None:
     seen = []
 

@@ -101,6 +101,29 @@ def test_the_entry_is_that_of_the_largest_batch_size_not_above() -> None:
             replace(plan, entries=[entry(size, "autoregressive", Policy()) for size in sizes])
 
 
+def test_a_plan_chooses_by_the_workload_that_is_named(artifact: Path, planned: Artifact, loaded: LLM) -> None:
+    made = make_plan(loaded.conditions)
+    code = replace(made.entries[0].chosen, strategy="layerskip", policy=Policy(num_draft_tokens=6))
+    entries = [replace(one, by_workload={"code": code, "news": one.chosen}) for one in made.entries]
+    write_plan(planned.path, replace(made, entries=entries))
+    llm = quiet(planned.path, workload="code")
+    assert llm.plan is not None and llm.plan.workloads == ["code", "news"] and code.setting in llm.plan.settings
+    assert used(llm) == ("layerskip", Policy(num_draft_tokens=6))
+    assert used(quiet(planned.path)) == ENTRIES[1][1:]
+    with pytest.raises(
+        ValueError, match=r"workload='poems' is not in plan\.json, which knows code, news: leave it out"
+    ):
+        quiet(planned.path, workload="poems")
+    with pytest.raises(ValueError, match=r"workload='code' chooses within a plan, which strategy='hispec' does not"):
+        quiet(planned.path, strategy="hispec", workload="code")
+    assert quiet(artifact, workload="code").strategy == "autoregressive"  # as without it, where there is no plan
+
+
+def test_a_workload_of_a_plan_for_all_texts_is_refused_with_the_remedy(planned: Artifact) -> None:
+    with pytest.raises(ValueError, match=r"which knows none, as it was made without --by-workload"):
+        quiet(planned.path, workload="code")
+
+
 def test_auto_follows_the_plan_by_the_number_of_texts_with_plain_decodings_tokens(llm: LLM) -> None:
     plan, llm._chooser.plan = llm.plan, None
     texts = [out.outputs[0].token_ids for out in llm.generate(PROMPTS, GREEDY)]
@@ -211,7 +234,7 @@ def test_a_plan_of_another_version_of_a_package_is_set_aside(
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        (lambda data: data.update(format_version=99), "format_version=99, this HiSpec reads 4"),
+        (lambda data: data.update(format_version=99), "format_version=99, this HiSpec reads 5"),
         (lambda data: data.pop("sample"), "field 'sample' is missing"),
         (lambda data: data["entries"][0]["chosen"]["policy"].pop("window"), "field 'window' is missing"),
         (lambda data: data["entries"][0].update(batch_size="1"), "entries[0]: batch_size: got '1', expected int"),

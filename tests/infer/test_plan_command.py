@@ -64,6 +64,28 @@ def test_it_writes_the_plan_prints_it_and_auto_follows_it(artifact: Path, capsys
     assert (llm.strategy, llm.policy) == (chosen["strategy"], Policy(**chosen["policy"]))
 
 
+def test_each_file_of_a_folder_is_planned_by_itself(artifact: Path, tmp_path: Path, capsys) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    for name in ("code", "news"):
+        (data / f"{name}.jsonl").write_text(json.dumps({"prompt": f"some {name}"}) + "\n")
+    args = ["plan", str(artifact), *ON_DEVICE, "--prompts", str(data), "--max-tokens", "20", "--batch-sizes", "1"]
+    assert main([*args, "--by-workload"]) == 0
+    shown = capsys.readouterr()
+    assert "1 code" in shown.out and "1 news" in shown.out and "comparing, 4 of 4" in shown.err
+    (entry,) = json.loads((artifact / PLAN).read_text())["entries"]
+    assert {name: one["strategy"] for name, one in entry["by_workload"].items()} == {"code": "hispec", "news": "hispec"}
+    generate = ["generate", str(artifact), *ON_DEVICE, "--prompt", "Hello", "--max-tokens", "4"]
+    assert main([*generate, "--workload", "code"]) == 0
+    capsys.readouterr()
+    assert main([*generate, "--workload", "poems"]) == 2
+    assert "workload='poems' is not in plan.json, which knows code, news" in capsys.readouterr().err
+    bench = ["bench", str(artifact), *ON_DEVICE, "--prompts", str(data), "--max-tokens", "4", "--by-workload"]
+    assert main([*bench, "--strategies", "layerskip"]) == 2
+    assert "--by-workload is about the strategy auto" in capsys.readouterr().err
+    assert main([*bench, "--strategies", "auto"]) == 0
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -72,6 +94,7 @@ def test_it_writes_the_plan_prints_it_and_auto_follows_it(artifact: Path, capsys
         (["--batch-sizes", "1,32"], ["--batch-sizes=1,32", "--max-num-seqs=16"]),
         (["--window", "3"], ["--window", "leave them out"]),
         (["--num-draft-tokens", "3"], ["--num-draft-tokens", "leave them out"]),
+        (["--by-workload"], ["--by-workload needs --prompts DIR"]),
         (["--margin", "-0.1"], ["--margin=-0.1", "at least 0"]),
         (["--margin", "nan"], ["--margin=nan", "at least 0"]),
         (["--temperature", "0.5"], ["plan compares sampled text only under --seed"]),
