@@ -3,9 +3,9 @@
 A speculating round takes longer than a plain one and gives more tokens. What both take is timed, for each number of
 rows; what a round gives is judged for each row, since it is the text that decides it: by its own latest rounds, and by
 what texts usually gain, which stands for a few rounds more. Few rounds prove little, as one gives one token or six, and
-a row's own count for less the longer ago they were. Rows decode plainly while their gain would not pay for the longer
-round; speculation is tried again when that evidence has faded, or after ever longer pauses. Texts do not change with
-any of this as long as the rule is that of identity: a token is plain decoding's whether it was drafted or not.
+a row's own count for less with each that follows. Rows decode plainly while their gain would not pay for the longer
+round, and speculation is tried again later, after ever longer pauses. Texts do not change with any of this as long as
+the rule is that of identity: a token is plain decoding's whether it was drafted or not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KEPT = 9  # times of the latest rounds, whose median counts: a stall of the mach
 FEWEST_PLAIN, FEWEST_SPECULATING = 3, 3  # rounds before their times are believed
 ROUNDS_BETWEEN_PLAIN = 64  # while speculation pays: a plain round now and then, as costs drift
 SHORTEST_PAUSE, LONGEST_PAUSE = 8, 128  # plain rounds before speculation is tried again
-FADING = 0.9  # what a row's evidence still counts for after each further round, a plain one too
+FADING = 0.95  # what a row's evidence still counts for after each further speculating round
 NUM_USUAL = 4.0  # rounds of the row's own that the usual gain weighs as much as
 USUAL_WEIGHT = 0.02  # of the latest round in the usual gain
 
@@ -76,9 +76,6 @@ class Payoff:
         """A round is done: tokens that each row gained, and what it took."""
         size = self._sizes[len(rows).bit_length()]
         speculated = [(row, number) for row, number in zip(rows, num_gained, strict=True) if row.speculates]
-        for row in rows:
-            row.num_gained *= FADING
-            row.num_speculated *= FADING
         is_usual, self._has_speculated = self._has_speculated, bool(speculated)
         if not speculated:
             size.plain.append(seconds)
@@ -87,8 +84,8 @@ class Payoff:
             size.speculating.append(seconds)
         for row, number in speculated:
             self._usual += (USUAL_WEIGHT if self._usual else 1.0) * (number - self._usual)
-            row.num_gained += number
-            row.num_speculated += 1
+            row.num_gained = FADING * row.num_gained + number
+            row.num_speculated = FADING * row.num_speculated + 1
         if len(size.speculating) <= FEWEST_SPECULATING or not size.plain:
             return
         if statistics.fmean(num_gained) <= size.break_even():  # a trial has failed; the pause counts if that is usual

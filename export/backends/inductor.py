@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import tempfile
 import time
 import zipfile
@@ -40,6 +41,7 @@ from infer.package import PROGRAM_KEY
 
 SUFFIX = ".pt2"
 FORM: Form = "kernel"
+KERNELS = "kernels"  # folder of our own, for the linker
 # What compiles, and what reads the graphs for it
 _CODE = (Path(__file__), Path(infer.backends.eager.__file__), *library.sources())
 
@@ -65,6 +67,11 @@ def check_available(device: str, dtypes: Sequence[str]) -> None:
         raise ValueError(
             f"backend inductor compiles C++ and {compiler!r} is not on PATH: install it (apt-get install g++), "
             "set CXX to another compiler, or export with --backend eager"
+        )
+    if device == "cpu" and "clang" in subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout:
+        raise ValueError(
+            f"backend inductor compiles kernels of ours (export/cpu_kernels) that only GCC takes, and CXX={compiler!r} "
+            "is clang: leave CXX out or name g++, or export with --backend eager"
         )
 
 
@@ -131,12 +138,18 @@ def build(job: BuildJob) -> dict[str, dict[str, int]]:
 
 def _own_products_pay(job: BuildJob) -> bool:
     """By a trial on the matrices of the program that has most of them."""
-    files = [job.graphs.weights_file(name) for name in job.names]
-    with safe_open(max(files, key=lambda file: file.stat().st_size), "np") as weights:
-        shapes = [tuple(weights.get_slice(name).get_shape()) for name in list(weights.keys())]
-    trial = try_products([shape for shape in shapes if len(shape) == 2], getattr(torch, job.dtype))
+    found = [_matrices(job.graphs.weights_file(name)) for name in job.names]
+    trial = try_products(max(found, key=lambda shapes: sum(n * k for n, k in shapes)), getattr(torch, job.dtype))
     job.report(f"our products with weights take {trial}: {'chosen' if trial.pays else 'the library is faster'}")
     return trial.pays
+
+
+def _matrices(file: Path) -> list[tuple[int, int]]:
+    """Shapes of the stored matrices that a program multiplies with; embeddings are looked up in."""
+    with safe_open(file, "np") as weights:
+        names = [name for name in list(weights.keys()) if not name.startswith("embedding.")]
+        shapes = [tuple(weights.get_slice(name).get_shape()) for name in names]
+    return [shape for shape in shapes if len(shape) == 2]
 
 
 def _take(job: BuildJob, key: str, package: Path) -> bool:
@@ -193,6 +206,8 @@ def _compile_all(jobs: Sequence[_Job], num_workers: int) -> Iterator[tuple[str, 
         ProcessPoolExecutor(num_workers, mp_context=spawn, initializer=os.setpgrp) as pool,
     ):
         try:
+            if any(job.device == "cpu" for job in jobs):
+                library.build_archive(Path(cache) / KERNELS)
             for done in as_completed([pool.submit(_compile, job, cache) for job in largest_first]):
                 yield done.result()
         except BaseException:
@@ -216,7 +231,7 @@ def _compile(job: _Job, cache: str) -> tuple[str, float, str]:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(cache) / job.name)
     torch.set_num_threads(job.num_threads)
     if job.device == "cpu":
-        library.build_archive(Path(cache) / job.name / "kernels")
+        library.link_from(Path(cache) / KERNELS)
     fault = ""
     try:
         _write_package(job, job.autotune)
@@ -267,6 +282,7 @@ def count_kernels(package: Path) -> dict[str, int]:
         "library_gemm": len(re.findall(r"aoti_torch_cpu_(?:mm|addmm|bmm|linear)(?:_out)?\(", text)),
         "packed_gemm": len(re.findall(r"aoti_torch_cpu_\w*linear_pointwise\w*\(", text)),
         "amx_template": len(re.findall(r"^\s*AMXState amx_state;", text, flags=re.MULTILINE)),
-        "linear": text.count("aoti_torch_cpu_linear_cpu(") - 1,  # its declaration
-        "attention": text.count("aoti_torch_cpu_paged_attention_cpu(") - 1,
+        # Where they are called they are declared once, too
+        "linear": max(0, text.count("aoti_torch_cpu_linear_cpu(") - 1),
+        "attention": max(0, text.count("aoti_torch_cpu_paged_attention_cpu(") - 1),
     }

@@ -2,7 +2,7 @@
 //
 // Every query is computed by itself and in one order: chunks of CHUNK slots from the text's start, each with a softmax of
 // its own, merged from left to right. So a token's result has the same bits for every T, B and M and any number of
-// threads, and what a query may not see is never read into it. Sums are in float32.
+// threads. What a query may not see weighs 0 if a later one of its call sees it, and else is not read. Sums are in float32.
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
@@ -187,8 +187,8 @@ void attend(const Sizes& z, const T* k, const T* v, const int64_t* table, int64_
   });
 }
 
-// The next chunk's result behind those so far.
-void merge(const Sizes& z, int rows, Partial so_far, Partial next) {
+// The next chunk's result behind those so far. Not inlined: one order of sums wherever it is called.
+__attribute__((noinline)) void merge(const Sizes& z, int rows, Partial so_far, Partial next) {
   for (int row = 0; row < rows; row++) {
     if (next.top[row] == NEVER) continue;
     float* mixed = so_far.mixed + row * z.width;
@@ -221,7 +221,7 @@ void run(const Sizes& z, const T* query, const T* k, const T* v, const int64_t* 
   const int64_t size = rows * (z.width + 2);
   // few blocks: chunks side by side, merged afterwards, else threads would wait for the longest row
   const int64_t split = int64_t(blocks.size()) < 4 * omp_get_max_threads() ? chunks : 1;
-  auto partials = std::unique_ptr<float[]>(new float[blocks.size() * split * size]);
+  std::unique_ptr<float[]> partials(split > 1 ? new float[blocks.size() * split * size] : nullptr);
   auto partial = [&](float* at) { return Partial{at, at + rows, at + 2 * rows}; };
   auto empty = [&](float* at) {
     std::fill(at, at + rows, NEVER);
@@ -240,7 +240,7 @@ void run(const Sizes& z, const T* query, const T* k, const T* v, const int64_t* 
     Scratch<T> scratch(rows, z.width);
     std::vector<float> folded(rows * z.width);
     std::vector<int64_t> places(rows);
-    std::unique_ptr<float[]> next(new float[size]);
+    std::unique_ptr<float[]> so_far(new float[size]), next(new float[size]);
 #pragma omp for schedule(dynamic)
     for (int64_t unit = 0; unit < units; unit++) {
       const Block& one = blocks[unit / split];
@@ -258,12 +258,11 @@ void run(const Sizes& z, const T* query, const T* k, const T* v, const int64_t* 
         attend(z, k + one.head * z.head_dim, v + one.head * z.head_dim, tables + one.b * z.max_blocks, start, count,
                folded.data(), places.data(), mine, scratch, to);
       };
-      Partial to = partial(&partials[unit * size]);
       if (split > 1) {
-        over(chunk, to);
+        over(chunk, partial(&partials[unit * size]));
         continue;
       }
-      empty(&partials[unit * size]);
+      Partial to = empty(so_far.get());
       for (int64_t i = 0; i * CHUNK <= one.last; i++) {
         over(i, partial(next.get()));
         merge(z, mine, to, partial(next.get()));

@@ -25,12 +25,16 @@ def sources() -> list[Path]:
 
 
 def build_archive(folder: Path) -> None:
-    """Compile the kernels into `folder`, where compilers that this process starts find them as `-l` + ARCHIVE."""
+    """Compile the kernels into `folder`, for the linker."""
     folder.mkdir(parents=True, exist_ok=True)
     objects = [folder / f"{source.stem}.o" for source in _SOURCES]
     for source, compiled in zip(_SOURCES, objects):
         _compile([source], "-c", "-o", str(compiled))
     _run("ar", "rcs", str(folder / f"lib{ARCHIVE}.a"), *map(str, objects))
+
+
+def link_from(folder: Path) -> None:
+    """Have compilers that this process starts find the archive in `folder` as `-l` + ARCHIVE."""
     os.environ["LIBRARY_PATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("LIBRARY_PATH")]))
 
 

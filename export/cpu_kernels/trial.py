@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -47,8 +48,8 @@ def try_products(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> Trial
 
     Called as packages call them, not as operators, whose way through Python takes longer than a small product.
     """
-    shapes, size = list(shapes), sum(n * k for n, k in shapes) * dtype.itemsize
-    shapes = shapes[: max(1, int(len(shapes) * min(1.0, MAX_BYTES / size)))]
+    ends = accumulate(n * k * dtype.itemsize for n, k in shapes)
+    shapes = [shape for shape, end in zip(shapes, ends) if end <= MAX_BYTES] or [min(shapes)]
     weights = [torch.full(shape, 0.01, dtype=dtype) for shape in shapes]
     ours, theirs = [pack(weight) for weight in weights], [_library_weight(weight) for weight in weights]
     few, many = (
@@ -78,7 +79,7 @@ def _theirs(
 
     def run() -> None:
         for (_, k), weight in zip(shapes, weights):
-            if torch.backends.mkldnn.is_available():
+            if _has_library(dtype):
                 torch.ops.mkldnn._linear_pointwise(xs[k], weight, None, "none", [], "")
             else:
                 torch.nn.functional.linear(xs[k], weight)
@@ -87,7 +88,13 @@ def _theirs(
 
 
 def _library_weight(weight: Tensor) -> Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight(weight, None) if torch.backends.mkldnn.is_available() else weight
+    return torch.ops.mkldnn._reorder_linear_weight(weight, None) if _has_library(weight.dtype) else weight
+
+
+def _has_library(dtype: torch.dtype) -> bool:
+    """Whether Inductor gives such products to oneDNN on this processor."""
+    supports_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported
+    return torch.backends.mkldnn.is_available() and (dtype != torch.bfloat16 or bool(supports_bf16()))
 
 
 def _in_turn(calls: Sequence[Callable[[], None]]) -> list[float]:

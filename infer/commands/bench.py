@@ -100,6 +100,8 @@ def _compare(args: argparse.Namespace, sizes: list[int]) -> int:
         raise ValueError("bench needs --prompts FILE: only --profile has some of its own")
     if args.identity_cost and not args.bitwise:
         raise ValueError("--identity-cost measures with and without --bitwise: leave out --no-bitwise")
+    if args.by_workload and "auto" not in args.strategies.split(","):
+        raise ValueError("--by-workload is about the strategy auto: add it to --strategies")
     peer_names = _peer_names(args)
     if args.plots is not None:
         bench_plots.check_folder(args.plots)
@@ -223,10 +225,8 @@ def _prepare(
     if has_plan and plan is None:
         raise ValueError("--tuned and the strategy auto need a plan that holds here: python -m infer plan ARTIFACT")
     names = options.strategy_names(args, llm)
-    kinds = {workload: workload if args.by_workload else args.workload for workload in workloads}
-    if args.by_workload:
-        if plan is None or "auto" not in names:
-            raise ValueError("--by-workload is about the strategy auto: add it to --strategies")
+    kinds = {workload: workload if args.by_workload else "" for workload in workloads}
+    if plan and args.by_workload:
         for name in kinds:
             plan.check_workload(name)
     tuned = bench.settings_of(plan, names, sizes, kinds, is_tuned=args.tuned) if plan else {}

@@ -31,6 +31,9 @@ def add_strategy_options(parser: argparse.ArgumentParser) -> None:
         "--strategy", default="auto", help="e.g. layerskip, hispec, prompt_lookup; auto (default) goes by plan.json"
     )
     parser.add_argument("--verification", default="identity", help="identity (default) or rejection, of sampled drafts")
+    parser.add_argument(
+        "--workload", default="", help="kind of text that auto follows its plan for (see infer plan --by-workload)"
+    )
 
 
 def add_llm_options(parser: argparse.ArgumentParser) -> None:
@@ -43,9 +46,6 @@ def add_llm_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", help="float32 or bfloat16; default: the artifact's first")
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda, as exported")
-    parser.add_argument(
-        "--workload", default="", help="kind of text that auto follows its plan for (see infer plan --by-workload)"
-    )
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs (there are none on CPU)")
     parser.add_argument("--num-draft-tokens", type=int, default=2, help="γ, tokens drafted per judgement (default 2)")
     parser.add_argument("--window", type=int, default=4, help="N_i, tentative tokens that call the target (default 4)")
@@ -127,7 +127,7 @@ def llm_options(args: argparse.Namespace, strategy: str, verification: str = "id
         "max_num_prefill_tokens": args.max_num_prefill_tokens,
         "enable_prefix_caching": args.enable_prefix_caching,
         "bitwise": args.bitwise,
-        "workload": args.workload,
+        "workload": getattr(args, "workload", ""),  # of commands with add_strategy_options
         "verification": verification,
         "allow_lossy": args.allow_lossy,
         **asdict(policy_of(args)),

@@ -35,6 +35,7 @@ def _run(args: argparse.Namespace) -> int:
     from infer.params import SamplingParams
     from infer.plan import Plan, Sample, write_plan
     from infer.profile import question_rows
+    from infer.prompts import read_prompts
     from infer.report import print_plan
     from infer.strategy import Policy
 
@@ -51,6 +52,8 @@ def _run(args: argparse.Namespace) -> int:
     workloads = [row.workload for row in rows] if args.by_workload else None
     if workloads and not all(workloads):
         raise ValueError("--by-workload needs --prompts DIR, with a file for each kind of text")
+    if workloads and (left_out := {row.workload for row in read_prompts(args.prompts)}.difference(workloads)):
+        raise ValueError(f"--num-prompts={args.num_prompts} takes none of {', '.join(sorted(left_out))}: give more")
     note_if_busy(load_average())
     llm = options.load_llm(args, "autoregressive", args.verification)
     prompts = [options.token_ids(llm, row) for row in rows]

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 class SlowJob(NamedTuple):
     weights_file: Path
+    device: str = "none"  # for which no kernels of ours are compiled
 
 
 def compile_slowly(job: SlowJob, cache: str) -> None:

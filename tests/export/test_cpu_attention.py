@@ -89,6 +89,7 @@ def test_a_package_has_the_kernel_inside_and_gives_its_bits(tmp_path: Path, monk
     exported = torch.export.export(Attend(), tensors, dynamic_shapes=shapes)
     monkeypatch.setenv("LIBRARY_PATH", "")  # which it changes
     library.build_archive(tmp_path)
+    library.link_from(tmp_path)
     configs = inductor.options("cpu", autotune=False) | inductor.kernels("cpu")
     with torch.no_grad():
         package = torch._inductor.aoti_compile_and_package(

@@ -14,7 +14,6 @@ from torch._inductor.exc import InductorError
 
 from export.backends import inductor
 from export.cli import _stopped_by_sigterm
-from export.cpu_kernels import library
 from infer import backends
 from infer.mapped_pages import read_mappings
 from tests.export.slow_compiler import SlowJob, compile_slowly
@@ -76,7 +75,7 @@ def test_where_autotuning_fails_a_cpu_program_has_inductors_own_kernels(
             raise InductorError(AssertionError("Incorrect result from choice\n\n"), None)
 
     monkeypatch.setattr(inductor, "_write_package", fail_first)
-    monkeypatch.setattr(library, "build_archive", lambda folder: None)
+    monkeypatch.setenv("LIBRARY_PATH", "")  # which it changes
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     job = job_of("exit", tmp_path, device, autotune)
     if device == "cpu" and autotune:
@@ -91,7 +90,7 @@ def test_where_autotuning_fails_a_cpu_program_has_inductors_own_kernels(
 def test_programs_that_compile_at_once_have_files_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two unembeddings are one code; a package was found with the other's name, and might have had its weights."""
     seen = list[Path]()
-    monkeypatch.setattr(library, "build_archive", lambda folder: None)
+    monkeypatch.setenv("LIBRARY_PATH", "")  # which it changes
     monkeypatch.setattr(inductor, "_write_package", lambda *_: seen.append(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "whatever was set")
     for name in ("draft.unembed", "intermediate.unembed"):

@@ -75,6 +75,15 @@ def test_rounds_that_happen_to_gain_little_do_not_stop_a_text_that_pays():
     assert played.count("p") < 0.15 * len(played), played
 
 
+def test_texts_that_gain_nothing_stay_plain_beside_texts_that_gain_much():
+    """What texts usually gain pays here; in every second text it does not, and these have no more than trials."""
+    payoff, shares = Payoff(), []
+    for number in range(20):
+        played = play(payoff, [row()], 150, lambda _, gain=1 if number % 2 else 4: gain)
+        shares.append(played.count("S") / len(played))
+    assert min(shares[2::2]) > 0.9 and max(shares[3::2]) < 0.2, shares
+
+
 def test_a_new_text_begins_with_what_texts_usually_gain():
     payoff = Payoff()
     play(payoff, [row()], 300, lambda number: 1)
