@@ -179,54 +179,31 @@ def _entries(cache: Tensor, new: Tensor, pages: Pages) -> Tensor:
     return cache[pages.block_table].flatten(1, 2).index_put((rows, positions), new[rows, tokens])
 
 
-def triton_paged_attention(
-    module: nn.Module,
-    query: Tensor,  # [B, H, T, head_dim]
-    key: Tensor,  # [B, K, T, head_dim]
-    value: Tensor,  # [B, K, T, head_dim]
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    *,
-    pages: Pages,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """As `paged_attention`, inplace, by the kernel."""
-    from infer.triton_attention import paged_attention as attend  # its package is optional
-
-    return _by_kernel(attend, module, query, key, value, scaling, pages), None
-
-
-def cpp_paged_attention(
-    module: nn.Module,
-    query: Tensor,  # [B, H, T, head_dim]
-    key: Tensor,  # [B, K, T, head_dim]
-    value: Tensor,  # [B, K, T, head_dim]
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    *,
-    pages: Pages,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """As `paged_attention`, inplace, by the kernel for CPUs."""
-    return _by_kernel(cpu_kernel.paged_attention, module, query, key, value, scaling, pages), None
-
-
-def _by_kernel(
+def kernel_attention(
     attend: Callable[..., Tensor],
     module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float | None,
+    query: Tensor,  # [B, H, T, head_dim]
+    key: Tensor,  # [B, K, T, head_dim]
+    value: Tensor,  # [B, K, T, head_dim]
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    *,
     pages: Pages,
-) -> Tensor:
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """As `paged_attention`, inplace, by the kernel `attend`."""
     caches = pages.caches[id(module)]
     for cache, new in zip(caches, (key, value), strict=True):
         _write(cache, new.transpose(1, 2), pages)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attend(_copy(query.transpose(1, 2)), *caches, pages.block_table, pages.positions, scaling)
+    return attend(_copy(query.transpose(1, 2)), *caches, pages.block_table, pages.positions, scaling), None
+
+
+def _triton(*arguments: Any) -> Tensor:
+    from infer.triton_attention import paged_attention as attend  # its package is optional
+
+    return attend(*arguments)
 
 
 def _write(cache: Tensor, new: Tensor, pages: Pages) -> None:
@@ -240,5 +217,5 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 AttentionInterface.register(PAGED_ATTENTION, paged_attention)
-AttentionInterface.register(TRITON_ATTENTION, triton_paged_attention)
-AttentionInterface.register(CPP_ATTENTION, cpp_paged_attention)
+AttentionInterface.register(TRITON_ATTENTION, functools.partial(kernel_attention, _triton))
+AttentionInterface.register(CPP_ATTENTION, functools.partial(kernel_attention, cpu_kernel.paged_attention))

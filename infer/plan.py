@@ -103,6 +103,10 @@ class PlanEntry:
     tuned: list[Figure]  # the best of each strategy that was measured, plain decoding's with it
     by_workload: dict[str, Figure] = field(default_factory=dict)  # chosen for one kind of text: name → figure there
 
+    @property
+    def choices(self) -> list[Figure]:
+        return [self.chosen, *self.by_workload.values()]
+
     def figure_for(self, workload: str) -> Figure:
         """What was chosen for texts of this kind; of no kind or one that was not planned, for all."""
         return self.by_workload.get(workload, self.chosen)
@@ -123,7 +127,7 @@ class Plan:
     @property
     def settings(self) -> list[Setting]:
         """What its entries choose."""
-        return [one.setting for entry in self.entries for one in (entry.chosen, *entry.by_workload.values())]
+        return [one.setting for entry in self.entries for one in entry.choices]
 
     @property
     def workloads(self) -> list[str]:
@@ -156,7 +160,7 @@ class Plan:
         plan = read_record(cls, data, PLAN, PLAN_AGAIN)
         for entry in plan.entries:
             try:
-                for one in (entry.chosen, *entry.by_workload.values()):
+                for one in entry.choices:
                     stages_of(one.strategy, one.policy, manifest)
             except ValueError as error:
                 raise ValueError(f"{PLAN}: entry of batch size {entry.batch_size}: {error}; {PLAN_AGAIN}") from None

@@ -181,7 +181,11 @@ def prompt_rows(args: argparse.Namespace, default: Sequence[PromptRow] = ()) -> 
     """Those of the file that was named, or `default`; as many as were asked for."""
     from infer.prompts import read_prompts
 
-    rows = read_prompts(args.prompts) if args.prompts else list(default)
+    return some_of(args, read_prompts(args.prompts) if args.prompts else list(default))
+
+
+def some_of(args: argparse.Namespace, rows: list[PromptRow]) -> list[PromptRow]:
+    """As many as --num-prompts says, spread over all."""
     if args.num_prompts is None or args.num_prompts >= len(rows):
         return rows
     if args.num_prompts < 1:

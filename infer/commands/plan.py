@@ -48,11 +48,12 @@ def _run(args: argparse.Namespace) -> int:
         raise ValueError(f"--margin={args.margin} must be at least 0, e.g. 0.03 for 3 %")
     params = SamplingParams(temperature=args.temperature, seed=args.seed, max_tokens=args.max_tokens)
     options.need_seed(params, "plan")
-    rows = options.prompt_rows(args, question_rows())
+    every = read_prompts(args.prompts) if args.prompts else question_rows()
+    rows = options.some_of(args, list(every))
     workloads = [row.workload for row in rows] if args.by_workload else None
     if workloads and not all(workloads):
         raise ValueError("--by-workload needs --prompts DIR, with a file for each kind of text")
-    if workloads and (left_out := {row.workload for row in read_prompts(args.prompts)}.difference(workloads)):
+    if workloads and (left_out := {row.workload for row in every}.difference(workloads)):
         raise ValueError(f"--num-prompts={args.num_prompts} takes none of {', '.join(sorted(left_out))}: give more")
     note_if_busy(load_average())
     llm = options.load_llm(args, "autoregressive", args.verification)

@@ -7,11 +7,10 @@ import pytest
 import torch
 import torch._inductor
 
-from export.backends import inductor
-from export.cpu_kernels import library
 from export.cpu_kernels.attention import paged_attention
 from tests.export import attention_cases as cases
 from tests.export.attention_cases import LENGTH, PAST, Call
+from tests.export.cpu_package import compile_package
 
 
 @pytest.fixture(params=[1, 2, 3])
@@ -87,15 +86,7 @@ def test_a_package_has_the_kernel_inside_and_gives_its_bits(tmp_path: Path, monk
     shapes = (({0: rows, 1: length}, {0: pool}, {0: pool}, {0: rows, 1: blocks}, {0: rows, 1: length}),)
     tensors = (call.query, *call.pages, call.block_table, call.positions)
     exported = torch.export.export(Attend(), tensors, dynamic_shapes=shapes)
-    monkeypatch.setenv("LIBRARY_PATH", "")  # which it changes
-    library.build_archive(tmp_path)
-    library.link_from(tmp_path)
-    configs = inductor.options("cpu", autotune=False) | inductor.kernels("cpu")
-    with torch.no_grad():
-        package = torch._inductor.aoti_compile_and_package(
-            exported, package_path=str(tmp_path / "attend.pt2"), inductor_configs=configs
-        )
-    packaged = torch._inductor.aoti_load_package(package)
+    packaged = torch._inductor.aoti_load_package(str(compile_package(exported, tmp_path, monkeypatch)))
     call.attend = lambda *arguments: packaged(*arguments[:-1])
     inside = [call.kernel(3, 4, rows=slice(0, 1)), call.kernel(5, 20), call.kernel()]
     call.attend = paged_attention

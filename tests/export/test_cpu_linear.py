@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from export.backends import inductor
 from export.cpu_kernels import library
 from export.cpu_kernels.linear import linear, pack, use_linear
+from tests.export.cpu_package import compile_package
 
 SHAPES = [(1, 1), (31, 7), (32, 64), (33, 65), (96, 576), (300, 48)]  # outputs, inputs
 
@@ -82,16 +83,9 @@ def test_a_package_has_the_kernel_inside_and_gives_its_bits(
     targets = [node.target for node in exported.graph.nodes]
     assert targets.count(torch.ops.hispec.linear_cpu.default) == 3, "one for each input, and for biases or none"
     assert targets.count(torch.ops.aten.linear.default) == 1, "whose weights are not stored"
-    monkeypatch.setenv("LIBRARY_PATH", "")  # which it changes
-    library.build_archive(tmp_path)
-    library.link_from(tmp_path)
-    configs = inductor.options("cpu", autotune=False) | inductor.kernels("cpu")
-    with torch.no_grad():
-        package = torch._inductor.aoti_compile_and_package(
-            exported, package_path=str(tmp_path / "layer.pt2"), inductor_configs=configs
-        )
-    assert inductor.count_kernels(Path(package))["linear"] == 3
-    packaged = torch._inductor.aoti_load_package(package)
+    package = compile_package(exported, tmp_path, monkeypatch)
+    assert inductor.count_kernels(package)["linear"] == 3
+    packaged = torch._inductor.aoti_load_package(str(package))
 
     def expected(x: Tensor) -> list[Tensor]:
         def by_kernel(one: nn.Linear, x: Tensor) -> Tensor:
