@@ -236,8 +236,9 @@ def token_ids(llm: LLM, row: PromptRow, raw: bool = False) -> list[int]:
 
 
 def show_progress(text: str) -> None:
-    """In place of what it said before."""
-    print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+    """In place of what it said before, if standard error is a terminal: a log would keep every line of it."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def check_output(path: Path | None, flag: str = "--output") -> None:

@@ -10,6 +10,7 @@ import torch
 from infer import LLM, judging, peers
 from infer.check import Comparison, Difference, check, target_error
 from infer.cli import main
+from infer.commands.options import show_progress
 from infer.params import SamplingParams
 from infer.peers import Margins
 from infer.report import print_comparison
@@ -159,6 +160,12 @@ def test_command_prints_a_line_each_and_refuses_what_it_cannot_compare(artifact:
         assert reason in capsys.readouterr().err
 
 
+def test_a_terminal_is_told_how_far_it_is(monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    show_progress("3 of 5 prompts")
+    assert capsys.readouterr().err.endswith("3 of 5 prompts")
+
+
 def test_programs_compiled_at_load_have_the_error_of_eagers(llm: LLM) -> None:
     eager = target_error(llm)
     (one,) = [s for s in llm.artifact.programs() if s.build.folder_name == llm.build.folder_name]
@@ -180,7 +187,8 @@ def test_a_batch_larger_than_what_runs_at_once_is_one_continuous_batch(artifact:
         "2",
     ] + ON_DEVICE
     assert main(["check", str(artifact), *arguments]) == 0
-    assert "batch 5: 5 of 5" in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "batch 5: 5 of 5" in told.out and "of 5 prompts" not in told.err, "progress is for terminals"
     assert main(["bench", str(artifact), *arguments]) == 2
     assert "at most --max-num-seqs=2" in capsys.readouterr().err
 
