@@ -34,7 +34,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_it_writes_the_plan_prints_it_and_auto_follows_it(artifact: Path, capsys: pytest.CaptureFixture) -> None:
+def test_it_writes_the_plan_prints_it_and_auto_follows_it(artifact: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     assert main(["generate", str(artifact), *ON_DEVICE, "--prompt", "Hello", "--max-tokens", "4"]) == 0
     assert "decoding plainly, without a plan" in capsys.readouterr().err
     assert main(["plan", str(artifact), *ON_DEVICE, *FEW, "--batch-sizes", "2,1,2"]) == 0
@@ -64,7 +65,8 @@ def test_it_writes_the_plan_prints_it_and_auto_follows_it(artifact: Path, capsys
     assert (llm.strategy, llm.policy) == (chosen["strategy"], Policy(**chosen["policy"]))
 
 
-def test_each_file_of_a_folder_is_planned_by_itself(artifact: Path, tmp_path: Path, capsys) -> None:
+def test_each_file_of_a_folder_is_planned_by_itself(artifact: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     data = tmp_path / "data"
     data.mkdir()
     for name in ("code", "news"):
