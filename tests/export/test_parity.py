@@ -57,7 +57,8 @@ def test_every_family_passes_parity_in_inductor(exported: Callable[..., Any], fa
     report = parity.check(caller_of(made), rows, reference_of(made.model, rows))
     assert all(tier.max_error <= 1e-4 for tier in report)
     kernels = made.infos["target.trunk"].num_kernels
-    assert kernels["packed_gemm"] > 0 == kernels["library_gemm"], "Inductor ignored `freezing`: weights are not packed"
+    packed = kernels["packed_gemm"] + kernels["linear"]  # oneDNN's or ours, whichever the trial found faster here
+    assert packed > 0 == kernels["library_gemm"], "Inductor ignored `freezing`: weights are not packed"
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "opt", pytest.param("gemma3", marks=pytest.mark.slow)])
