@@ -122,8 +122,9 @@ class Engine:
         before = [row.num_committed for row in rows]
         if self.payoff is not None and rows:
             self.payoff.choose(rows)
-        began = time.perf_counter()
         try:
+            self._fill_exits(rows)
+            began = time.perf_counter()
             self.round.run(rows)
         except BaseException as error:
             for row, num_committed in zip(rows, before, strict=True):
@@ -153,6 +154,17 @@ class Engine:
                 request.break_off(row.failure or "")
         return []
 
+    def _fill_exits(self, rows: Sequence[Row]) -> None:
+        """Let exits that passed a prompt over catch up with it in the rows that are about to speculate."""
+        waiting = [row for row in rows if row.exits_wait and row.speculates]
+        if not waiting:
+            return
+        began = time.perf_counter()
+        for row in waiting:
+            self.runner.fill_exits(row, self.round.judging_tiers)
+        if self.payoff is not None:
+            self.payoff.note_fill(sum(map(len, waiting)), time.perf_counter() - began)
+
     def _fail(self, requests: Sequence[Request], error: Exception) -> None:
         cause = error.__cause__ if isinstance(error, ProgramError) and error.__cause__ else error
         logger.error("requests %s failed", [request.request_id for request in requests], exc_info=cause)
@@ -180,11 +192,25 @@ class Engine:
                 continue  # prompts that are held must not keep out the only row that there is
             self.waiting.popleft()
             row = self._place(request, place.blocks)
+            row.exits_wait = not self._asks_exits(request)
             row.skip(place.num_computed, tiers)
             self.running.append(request)
             if not row.is_ready:
                 self._prefilling.append(request)
             self.kv.unshare_if_done(request)
+
+    def _asks_exits(self, request: Request) -> bool:
+        """Whether its prompt's keys are to be computed in exits too, and not once it speculates, which it may never.
+        Where others are to read them, they are."""
+        if self.kv.prefix_cache is not None or request.siblings or request.leader is not None:
+            return True
+        if not request.params.speculate:
+            return False
+        if self.payoff is None:
+            return True
+        num_rows = 1 + len(self.running) + min(len(self.waiting), len(self._free_rings))
+        num_tokens = len(request.prompt_token_ids) + len(request.token_ids)
+        return self.payoff.expects_gain(num_rows, request.max_len - num_tokens, num_tokens, self.runner.exit_seconds)
 
     def _place(self, request: Request, blocks: list[int]) -> Row:
         ring, num_tiers = self._free_rings.pop(), self.runner.num_tiers
@@ -217,7 +243,7 @@ class Engine:
                 break
             num_left -= num_tokens
             try:
-                self.runner.prefill(row, self.round.judging_tiers)
+                self.runner.prefill(row, () if row.exits_wait else self.round.judging_tiers)
             except Exception as error:
                 self._fail([request], error)
                 failed.append(request)

@@ -4,8 +4,14 @@ A speculating round takes longer than a plain one and gives more tokens. What bo
 rows; what a round gives is judged for each row, since it is the text that decides it: by its own latest rounds, and by
 what texts usually gain, which stands for a few rounds more. Few rounds prove little, as one gives one token or six, and
 a row's own count for less with each that follows. Rows decode plainly while their gain would not pay for the longer
-round, and speculation is tried again later, after ever longer pauses. Texts do not change with any of this as long as
-the rule is that of identity: a token is plain decoding's whether it was drafted or not.
+round, and speculation is tried again later, after ever longer pauses.
+
+What exits take of a prompt must be paid too, and a short answer to a long prompt may never do that. Where none is
+expected to, the prompt is computed without them (`Row.exits_wait`), and they catch up with it once it is: when the
+text's own gain pays for that, or as a trial, for which a small share of plain decoding's time is set aside.
+
+Texts do not change with any of this as long as the rule is that of identity: a token is plain decoding's whether it was
+drafted or not.
 """
 
 from __future__ import annotations
@@ -22,6 +28,7 @@ FEWEST_PLAIN, FEWEST_SPECULATING = 3, 3  # rounds before their times are believe
 ROUNDS_BETWEEN_PLAIN = 64  # while speculation pays: a plain round now and then, as costs drift
 SHORTEST_PAUSE, LONGEST_PAUSE = 8, 128  # plain rounds before speculation is tried again
 FADING = 0.95  # what a row's evidence still counts for after each further speculating round
+TRIAL_SHARE = 0.02  # of plain rounds' time: what exits may take of prompts for a mere trial
 NUM_USUAL = 4.0  # rounds of the row's own that the usual gain weighs as much as
 USUAL_WEIGHT = 0.02  # of the latest round in the usual gain
 
@@ -40,6 +47,12 @@ class _Size:
         """Tokens that a speculating round must give each row to be worth its time."""
         return statistics.median(self.speculating) / statistics.median(self.plain)
 
+    def saved(self, gain: float, num_tokens: float) -> float:
+        """Seconds that speculation saves while each row gets so many tokens, at `gain` a round; while its times are
+        unknown, as if its rounds took no longer than plain ones."""
+        break_even = self.break_even() if len(self.speculating) >= FEWEST_SPECULATING else 1.0
+        return statistics.median(self.plain) * num_tokens * (1 - break_even / max(gain, 1.0))
+
 
 class Payoff:
     """Of one setting: another one has other costs."""
@@ -48,6 +61,8 @@ class Payoff:
         self._sizes: dict[int, _Size] = defaultdict(_Size)  # numbers of rows that differ by less than a factor of two
         self._usual = 0.0  # tokens that a speculating round gives a row
         self._has_speculated = False  # in the latest round
+        self._fill_seconds = 0.0  # of a token, when exits catch up with a prompt
+        self._set_aside = 0.0  # seconds that such trials may take now
 
     def choose(self, rows: Sequence[Row]) -> bool:
         """Whether the next round speculates, which is written into its rows."""
@@ -58,15 +73,36 @@ class Payoff:
 
     def _pays(self, rows: Sequence[Row]) -> bool:
         size = self._sizes[len(rows).bit_length()]
-        if len(size.plain) < FEWEST_PLAIN or len(size.speculating) < FEWEST_SPECULATING:
-            return len(size.plain) >= FEWEST_PLAIN
-        gains = [self._gain(row) if row.params.speculate else 1.0 for row in rows]
-        if statistics.fmean(gains) > size.break_even():
+        if len(size.plain) < FEWEST_PLAIN:
+            return False
+        gain = statistics.fmean(self._gain(row) if row.params.speculate else 1.0 for row in rows)
+        cost = self._fill_seconds * sum(len(row) for row in rows if row.exits_wait and row.params.speculate)
+        is_repaid = cost == 0 or size.saved(gain, statistics.fmean(row.max_len - len(row) for row in rows)) > cost
+        if len(size.speculating) < FEWEST_SPECULATING:
+            return is_repaid or cost <= self._set_aside
+        if gain > size.break_even() and is_repaid:
             size.pause, size.num_left = SHORTEST_PAUSE, 0
             size.num_paying = (size.num_paying + 1) % ROUNDS_BETWEEN_PLAIN
             return size.num_paying > 0
         size.num_left = max(0, size.num_left - 1)
-        return size.num_left == 0
+        return size.num_left == 0 and cost <= self._set_aside
+
+    def expects_gain(self, num_rows: int, num_to_come: int, num_prompt_tokens: int, exit_seconds: float) -> bool:
+        """Whether a text among so many rows should repay what exits take of its prompt; True while times are unknown.
+
+        num_to_come: most tokens that it may get.
+        exit_seconds: of a prompt's token; counts for what catching up takes too, until that was timed.
+        """
+        self._fill_seconds = self._fill_seconds or exit_seconds
+        size = self._sizes[num_rows.bit_length()]
+        if len(size.plain) < FEWEST_PLAIN or len(size.speculating) < FEWEST_SPECULATING:
+            return True
+        return size.saved(self._usual, num_to_come) / num_rows > exit_seconds * num_prompt_tokens
+
+    def note_fill(self, num_tokens: int, seconds: float) -> None:
+        """Exits have caught up with so many tokens of prompts."""
+        self._fill_seconds = seconds / num_tokens
+        self._set_aside = max(0.0, self._set_aside - seconds)
 
     def _gain(self, row: Row) -> float:
         """Tokens that a speculating round is expected to give it."""
@@ -79,6 +115,8 @@ class Payoff:
         is_usual, self._has_speculated = self._has_speculated, bool(speculated)
         if not speculated:
             size.plain.append(seconds)
+            if any(row.exits_wait for row in rows):
+                self._set_aside += TRIAL_SHARE * seconds
             return
         if is_usual:  # the first such round also brings exits up to the rows' ends
             size.speculating.append(seconds)

@@ -65,7 +65,7 @@ class Round:
     def run(self, rows: Sequence[Row]) -> None:
         self.rule.begin(rows)
         self._verdicts.clear()
-        self._keep_up([row for row in rows if row.params.speculate and not row.speculates])
+        self._keep_up([row for row in rows if row.params.speculate and not row.speculates and not row.exits_wait])
         self._run_stage(list(rows), len(self.stages) - 1)
         self.rule.begin(())  # which holds rows and laws for a round alone
         # Counted at the end, as a round that breaks off is run again

@@ -75,6 +75,8 @@ class Row:
         self.has_nan = False  # some judge's logits did, so its pages may
         self.ngrams: NgramIndex | None = None  # of its committed tokens, once a strategy looks something up in them
         self.speculates = params.speculate  # in the next round; `payoff` may decide that it does not
+        # Its prompt's keys were computed by trunks alone; its exits get theirs before it first speculates
+        self.exits_wait = False
         # Kept by `payoff`: tokens that speculating rounds gave it, and these rounds, older ones for less
         self.num_gained, self.num_speculated = 0.0, 0.0
         self.window: Window | None = None  # ahead of its committed tokens, once a strategy looks ahead

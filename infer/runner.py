@@ -9,6 +9,9 @@ Decides nothing about what to draft or accept.
 
 from __future__ import annotations
 
+import statistics
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -31,6 +34,7 @@ Program = Callable[..., Tensor]
 Range = tuple[int, int] | None  # of tokens in a call
 Bound = tuple[Program, Range, list[Tensor], Takes]  # a program, its range, its pages, and what it takes before them
 
+_KEPT_TIMES = 9
 _MAX_SCORED = 64  # prompt tokens whose logits, in float64, are held at once
 
 
@@ -92,6 +96,7 @@ class Runner:
         self._border = Border(self.block_size, num_blocks, manifest.limits.max_model_len, base.vocab_size, device)
         self._takes = takes_of(manifest, dtype)
         self._tables = BlockTables(device, self._border.check_blocks)
+        self._exit_seconds: deque[float] = deque(maxlen=_KEPT_TIMES)  # of a token, in the latest chunks of prompts
         self._last_query: tuple[list[Row], list[range], Query] | None = None
         self.bind(programs, bitwise=bitwise)
 
@@ -148,7 +153,10 @@ class Runner:
         neighbours, or how often it is computed. Tokens that the row has generated itself, computed again after it had
         lost its blocks, come in calls of a size that gives the bits of decoding.
         """
-        start, last = row.cursors[-1], row.num_prompt_tokens - 1
+        return self._chunk(row, row.cursors[-1])
+
+    def _chunk(self, row: Row, start: int) -> range:
+        last = row.num_prompt_tokens - 1
         if start < last:
             return range(start, min(start + self.prefill_chunk, last))
         return range(start, min(start + self._max_tokens, len(row) - 1))
@@ -157,21 +165,52 @@ class Runner:
     def prefill(self, row: Row, tiers_with_exit: Sequence[int]) -> None:
         """Compute the row's next chunk in all tiers, and in these tiers' exits."""
         span = self.next_chunk(row)
-        min_width = 1 if span.start < row.num_prompt_tokens - 1 else self._min_tokens
-        tables = BlockTables(self.device, self._border.check_blocks)  # its own: no other call has this width
-        query = self._new_query([row], [span], min_width, tables)
-        x = self._token_ids(query, [span])
-        for tier in range(self.num_tiers):
-            x = self._call(_ungraphed(self._trunks[tier]), x, query)
-            if tier in tiers_with_exit and self.exits[tier].has_kv:
-                # a prompt has no context, so that its pages do not depend on where a cached prefix ended
-                states = torch.cat([x, torch.zeros_like(x)], dim=-1) if self.exits[tier].context else x
-                self._call(_ungraphed(self._exits[tier]), states, query)
+        x = self._compute_chunk(row, span, self.num_tiers, tiers_with_exit)
         last = span.stop - 1  # where the first window's context will be
         self.rings.write_target(row, last, x[0, last - span.start])
         if row.scores is not None and row.scores.num_prompt is not None:
             self._score_prompt(row, span, x.flatten(0, 1))
         row.skip(span.stop, tiers_with_exit, first_state=last)
+
+    @property
+    def exit_seconds(self) -> float:
+        """What exits took lately of a token of a prompt, on the host; 0 while nobody has asked any."""
+        return statistics.median(self._exit_seconds) if self._exit_seconds else 0.0
+
+    @torch.inference_mode()
+    def fill_exits(self, row: Row, tiers_with_exit: Sequence[int]) -> None:
+        """Compute these exits' keys in a row whose prompt was computed without them, up to its last token.
+
+        The states that they read are gone, so the trunks below them run again: in the calls that `prefill` made, so
+        that what these write over are the same bits.
+        """
+        tiers = [tier for tier in tiers_with_exit if self.exits[tier].has_kv]
+        start, last = 0, len(row) - 1
+        while tiers and start < last:
+            span = self._chunk(row, start)
+            self._compute_chunk(row, span, max(tiers) + 1, tiers)
+            start = span.stop
+        for tier in tiers:
+            row.exit_cursors[tier] = last
+        row.exits_wait = False
+
+    def _compute_chunk(self, row: Row, span: range, num_tiers: int, tiers_with_exit: Sequence[int]) -> Tensor:
+        """[1, T, D]: what so many tiers leave of a row's chunk."""
+        min_width = 1 if span.start < row.num_prompt_tokens - 1 else self._min_tokens
+        tables = BlockTables(self.device, self._border.check_blocks)  # its own: no other call has this width
+        query = self._new_query([row], [span], min_width, tables)
+        x, seconds = self._token_ids(query, [span]), 0.0
+        for tier in range(num_tiers):
+            x = self._call(_ungraphed(self._trunks[tier]), x, query)
+            if tier in tiers_with_exit and self.exits[tier].has_kv:
+                began = time.perf_counter()
+                # a prompt has no context, so that its pages do not depend on where a cached prefix ended
+                states = torch.cat([x, torch.zeros_like(x)], dim=-1) if self.exits[tier].context else x
+                self._call(_ungraphed(self._exits[tier]), states, query)
+                seconds += time.perf_counter() - began
+        if seconds:
+            self._exit_seconds.append(seconds / len(span))
+        return x
 
     def _score_prompt(self, row: Row, span: range, hidden: Tensor) -> None:
         """Write down the log probabilities of the tokens after `span`; hidden [T, D] is the last tier's there."""

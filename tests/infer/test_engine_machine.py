@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 from infer.params import SamplingParams
+from infer.payoff import Payoff
 from infer.request import Request
 from infer.row import Row
 from infer.strategy import Policy
@@ -60,6 +62,20 @@ def rig_of(name: str, seed: int):  # type: ignore[no-untyped-def]
         return torch.full_like(logits, -50.0).index_fill_(0, torch.tensor([token], device=logits.device), 50.0)
 
     return rig
+
+
+class Whim(Payoff):
+    """Speculates, and shows prompts to exits, by the throw of a coin."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._coin = random.Random(seed)
+
+    def _pays(self, rows: Sequence[Row]) -> bool:
+        return self._coin.random() < 0.5
+
+    def expects_gain(self, *_: float) -> bool:
+        return self._coin.random() < 0.5
 
 
 class FaultyCalls:
@@ -105,9 +121,11 @@ class EngineMachine(RuleBasedStateMachine):
         bitwise_range=st.sampled_from([None, (1, 4), (2, 3), (2, 8)]),
         max_num_prefill_tokens=st.sampled_from([1, 8, 20, 512]),
         enable_prefix_caching=st.booleans(),
+        adaptive=st.booleans(),
     )
-    def start(self, strategy: str, policy: Policy, rig: str, seed: int, **options: Any) -> None:
+    def start(self, strategy: str, policy: Policy, rig: str, seed: int, adaptive: bool, **options: Any) -> None:
         self.tiny = Tiny(model_of(), strategy, policy, rig=rig_of(rig, seed), **options)
+        self.tiny.engine.payoff = Whim(seed) if adaptive else None
         self.faults = FaultyCalls(self.tiny)
         self.requests: list[tuple[Request, str]] = []
         self.shown: dict[int, int] = {}

@@ -115,41 +115,116 @@ def test_numbers_of_rows_have_times_of_their_own():
     assert "S" * 20 in play(payoff, one, 40, lambda number: 2)
 
 
+# ---- what exits take of prompts ----
+
+PER_TOKEN = 0.01  # seconds that exits take of a prompt's token
+
+
+def learnt(gain: int = 2) -> Payoff:
+    """One that knows what rounds of one row take, and that texts gain so much."""
+    payoff = Payoff()
+    play(payoff, [row()], 100, lambda number: gain)
+    return payoff
+
+
+def waiting_row(num_prompt: int, num_to_come: int) -> Row:
+    params = SamplingParams()
+    made = Row(
+        [1] * num_prompt,
+        params,
+        seed=0,
+        max_len=num_prompt + num_to_come,
+        num_tiers=3,
+        num_stages=2,
+        blocks=[1],
+        ring=1,
+    )
+    made.exits_wait = True
+    return made
+
+
+def test_a_prompt_is_shown_to_exits_where_its_answer_may_repay_it():
+    """Two tokens a round of 1.5 times the time save a quarter: 100 tokens repay 25 s, which exits take of 2,500."""
+    payoff = learnt()
+    assert payoff.expects_gain(1, 100, 2400, PER_TOKEN) and not payoff.expects_gain(1, 100, 2600, PER_TOKEN)
+    assert not learnt(1).expects_gain(1, 10**6, 10, PER_TOKEN)
+
+
+def test_rows_of_a_batch_share_what_speculation_saves():
+    payoff = Payoff()
+    play(payoff, [row(), row(), row(), row()], 100, lambda number: 2)
+    assert payoff.expects_gain(4, 100, 600, PER_TOKEN) and not payoff.expects_gain(4, 100, 650, PER_TOKEN)
+
+
+def test_as_long_as_times_are_unknown_exits_see_every_prompt():
+    assert Payoff().expects_gain(1, 1, 10**6, PER_TOKEN) and learnt().expects_gain(8, 1, 10**6, PER_TOKEN)
+
+
+def test_exits_catch_up_where_a_text_pays_for_that():
+    for num_to_come, pays in ((110, True), (90, False)):
+        payoff = learnt()
+        payoff.note_fill(1000, 10.0)
+        played = play(payoff, [waiting_row(2500, num_to_come)], 20, lambda number: 2)
+        assert ("S" in played) == pays, played
+
+
+def test_trials_take_no_more_of_prompts_than_what_is_set_aside():
+    """Texts that gain nothing, 90 tokens each behind prompts of which exits would take 10 plain rounds: a trial is due
+    in every text, and happens in as many as 2 % of plain decoding pay for."""
+    payoff, num_fills, num_texts = learnt(1), 0, 200
+    payoff.note_fill(1000, 10.0)
+    for _ in range(num_texts):
+        waiting = waiting_row(1000, 90)
+        for _ in range(90):
+            is_speculating = payoff.choose([waiting])
+            if is_speculating and waiting.exits_wait:
+                num_fills, waiting.exits_wait = num_fills + 1, False
+                payoff.note_fill(1000, 10.0)
+            payoff.note([waiting], [1], PLAIN if not is_speculating else SPECULATING)
+    assert 20 <= num_fills <= 0.02 * 90 * num_texts / 10
+
+
 # ---- in the engine ----
 
 
 class Alternating(Payoff):
     """Long plain stretches, so that rings would run over, and speculation between them."""
 
-    def __init__(self, plain: int = 70, speculating: int = 4) -> None:
+    def __init__(self, plain: int = 70, speculating: int = 4, *, expects: bool = True) -> None:
         super().__init__()
         self._turns = itertools.cycle([False] * plain + [True] * speculating)
+        self._expects = expects
+
+    def expects_gain(self, *_):  # type: ignore[no-untyped-def]
+        return self._expects
 
     def _pays(self, rows):  # type: ignore[no-untyped-def]
         return next(self._turns)
 
 
+@pytest.mark.parametrize("expects", [True, False], ids=["exits", "exits-wait"])
 @pytest.mark.parametrize("turns", [(70, 4), (1, 1), (3, 2)], ids=str)
 @pytest.mark.parametrize("strategy", [*IN_PLACE, "lookahead", "branches"])
-def test_texts_are_plain_decodings_whenever_speculation_is_on(strategy, turns):
+def test_texts_are_plain_decodings_whenever_speculation_is_on(strategy, turns, expects):
     policy = Policy(num_draft_tokens=3, lookahead_window=2, lookahead_ngram=3, lookahead_guesses=2)
     if strategy == "branches":
         strategy, policy = "layerskip", Policy(num_draft_tokens=2, num_branches=2, branch_threshold=0.0)
     tiny = Tiny(layered_model(), strategy, policy)
-    tiny.engine.payoff = Alternating(*turns)
+    tiny.engine.payoff = Alternating(*turns, expects=expects)
     each = [GREEDY, SamplingParams(temperature=0.8, seed=4, max_tokens=90), GREEDY]
     plain = Tiny(layered_model(), "autoregressive").generate(PROMPTS[:3], each)
     assert [r.token_ids for r in tiny.generate(PROMPTS[:3], each)] == [r.token_ids for r in plain]
 
 
+@pytest.mark.parametrize("expects", [True, False], ids=["exits", "exits-wait"])
 @pytest.mark.parametrize("bitwise_range", [None, (1, 32)], ids=str)
 @pytest.mark.parametrize("num_plain", [50, *range(57, 65), 74])
 @pytest.mark.parametrize("strategy", ["layerskip", "hispec", "adadecode"])
-def test_exits_keep_up_in_long_plain_stretches(strategy, num_plain, bitwise_range):
+def test_exits_keep_up_in_long_plain_stretches(strategy, num_plain, bitwise_range, expects):
     """All exits' keys below their cursors are those of a fresh prefill, however long nobody asked them."""
     policy = Policy(num_draft_tokens=3, exit_threshold=0.02)  # honest exits give 0.01 to 0.03
     tiny = Tiny(layered_model(), strategy, policy, bitwise_range=bitwise_range)
-    tiny.engine.payoff = Alternating(num_plain, 2)
+    tiny.engine.payoff = Alternating(num_plain, 2, expects=expects)
     request = tiny.request(PROMPTS[0], GREEDY)
     tiny.engine.add(request)
     for _ in range(num_plain + 2):
@@ -164,11 +239,12 @@ def test_exits_keep_up_in_long_plain_stretches(strategy, num_plain, bitwise_rang
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_drafts_are_right_again_after_a_plain_stretch():
+@pytest.mark.parametrize("expects", [True, False], ids=["exits", "exits-wait"])
+def test_drafts_are_right_again_after_a_plain_stretch(expects):
     """With exits that are always right, every speculating round gains all that it can, the first after a pause too."""
     script = Script(texts_of("llama", PROMPTS[:1], 90), lambda *_: True)
     tiny = Tiny(model_of(), "layerskip", Policy(num_draft_tokens=3), rig=script)
-    tiny.engine.payoff = Alternating(20, 2)
+    tiny.engine.payoff = Alternating(20, 2, expects=expects)
     request = tiny.request(PROMPTS[0], GREEDY)
     tiny.engine.add(request)
     lengths = [0]
@@ -178,6 +254,67 @@ def test_drafts_are_right_again_after_a_plain_stretch():
     steps = [b - a for a, b in itertools.pairwise(lengths)]
     assert steps[:22] == [1] * 20 + [4] * 2
     assert request.token_ids == oracle("llama", PROMPTS[0], 90)
+
+
+def filled(num_plain: int, **options) -> tuple[Tiny, Row, list[torch.Tensor]]:  # type: ignore[no-untyped-def]
+    """An engine whose only row is about to speculate for the first time, that row, and copies of all pages."""
+    tiny = Tiny(layered_model(), "hispec", Policy(num_draft_tokens=2), **options)
+    tiny.engine.payoff = Alternating(num_plain, 2, expects=False)
+    request = tiny.request(tuple(range(40, 71)), GREEDY)
+    tiny.engine.add(request)
+    for _ in range(num_plain):
+        tiny.engine.step()
+    assert request.row is not None and request.row.exits_wait
+    return tiny, request.row, [page.clone() for page in tiny.runner._pages]
+
+
+def test_exits_that_catch_up_change_no_bit_of_a_prompts_keys_in_trunks():
+    tiny, waiting, before = filled(5)
+    assert waiting.exit_cursors == [0, 0, 0]
+    tiny.runner.fill_exits(waiting, tiny.round.judging_tiers)
+    assert not waiting.exits_wait and waiting.exit_cursors[:2] == [len(waiting) - 1] * 2
+    pages = list(zip(tiny.runner._pages, before, strict=True))
+    num_layers, num_prompt = 2 * tiny.manifest.base.num_layers, waiting.num_prompt_tokens - 1
+    for now, then in pages[:num_layers]:
+        assert torch.equal(entries([now], waiting, num_prompt), entries([then], waiting, num_prompt))
+    assert not any(torch.equal(now, then) for now, then in pages[num_layers:])
+
+
+def test_a_program_that_fails_while_exits_catch_up_fails_its_row_and_no_other():
+    tiny, _, _ = filled(5)
+    (request,) = tiny.engine.running
+    other = tiny.request(PROMPTS[0], SamplingParams(temperature=0, max_tokens=9, speculate=False))
+    tiny.engine.add(other)
+    run, *rest = tiny.runner._exits[0]
+
+    def broken(*_: object) -> torch.Tensor:
+        raise RuntimeError("out of order")
+
+    tiny.runner._exits[0] = (broken, *rest)
+    tiny.engine.step()
+    tiny.runner._exits[0] = (run, *rest)
+    tiny.drain()
+    assert request.finish_reason == "error" and other.finish_reason == "length"
+    assert tiny.engine.pool.num_free == tiny.engine.pool.num_blocks - 1
+
+
+def test_what_others_are_to_read_is_computed_with_exits_at_once():
+    for n, caching in ((2, False), (1, True)):
+        tiny = Tiny(layered_model(), "layerskip", enable_prefix_caching=caching)
+        tiny.engine.payoff = Alternating(expects=False)
+        request = tiny.request(PROMPTS[0], SamplingParams(temperature=0.8, seed=1, n=n, max_tokens=4))
+        tiny.engine.add(request)
+        tiny.engine.step()
+        assert request.row is not None and not request.row.exits_wait
+        tiny.drain()
+
+
+def test_a_row_that_never_speculates_shows_exits_nothing():
+    tiny = Tiny(layered_model(), "layerskip")
+    request = tiny.request(PROMPTS[0], SamplingParams(temperature=0, max_tokens=4, speculate=False))
+    tiny.engine.add(request)
+    tiny.drain()
+    assert request.row is not None and request.row.exit_cursors == [0, 0, 0]
 
 
 # ---- in the LLM ----
