@@ -170,8 +170,7 @@ def settings_of(
     """
     found = {}
     for size, (workload, kind) in product(sizes, kinds.items()):
-        entry = plan.entry_for(size)
-        best = {figure.strategy: figure for figure in entry.tuned} if is_tuned else {}
+        entry, best = plan.entry_for(size), plan.tuned_for(size) if is_tuned else {}
         for name in names:
             figure = entry.figure_for(kind) if name == "auto" else best.get(name)
             if figure is not None:

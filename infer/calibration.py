@@ -2,6 +2,8 @@
 
 A few settings are run with a stopwatch at every judgement (`probe`), all others are predicted from these, and the best
 by prediction are run in turn with plain decoding (`compare`), so that a drift of the machine's speed meets all alike.
+A call of more rows has less room for drafts, so a strategy that is far behind plain decoding at one batch size is not
+tried at the next; nor is a setting run further that is far behind after its first groups.
 """
 
 # Shape legend: B rows of a batch
@@ -11,7 +13,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
@@ -33,12 +35,14 @@ from infer.planner import (
 )
 from infer.round import Round
 from infer.row import Row
-from infer.strategy import LOSSY, Setting, stages_of
+from infer.strategy import LOSSY, STRATEGIES, Setting, stages_of
 
 NUM_COMPARED = 3  # settings that are run beside plain decoding
 LEAST_PREDICTED = 0.8  # of plain decoding's speed; not worth a run below, as predictions are not that wrong
 LOWEST_QUARTER = 0.85  # of the chosen one; texts in which it does not pay are decoded plainly (`payoff`)
 MIN_GROUPS = 5  # of prompts, three of which are the middle half
+NUM_SCREENED = 2  # groups of each kind of text after which a setting that is far behind is run no more
+FAR_BEHIND = 0.9  # of plain decoding's speed, or of the fastest setting's
 WARMUP_TOKENS = 8
 
 Prompts = Sequence[Sequence[int]]
@@ -90,55 +94,83 @@ def plan_batch(
     margin: float,
     on_progress: Callable[[str], None] = lambda _: None,
     workloads: Sequence[str] | None = None,
+    smaller: PlanEntry | None = None,
 ) -> PlanEntry:
     """The best strategy for so many rows. The model decodes plainly afterwards.
 
     Args:
         workloads: of each prompt, to choose for each of them too; None: for all texts alike.
+        smaller: what was found for fewer rows; None: nothing was.
 
     Raises:
         ValueError: the prompts never decode all together, or a text was cut short by a fault.
     """
     kinds, groups = _by_kind(prompts, workloads or [""] * len(prompts), batch_size)
-    allowed = settings(llm.manifest)
+    names = [one.strategy for one in smaller.tuned if one.ratio >= FAR_BEHIND] if smaller else STRATEGIES
     try:
-        on_progress(f"batch {batch_size}: {PLAIN}")
-        plain = Setting(PLAIN)
-        records = {plain: probe(llm, groups, plain, params)}
-        for tried in allowed.values():
-            for setting in dict.fromkeys((tried[0], tried[-1])):
-                on_progress(f"batch {batch_size}: probing {setting.strategy}")
-                records[setting] = probe(llm, groups, setting, params)
-        costs = _costs(list(records.values()))
-        expected = predict(stages_of(*plain, llm.manifest), [()], costs, batch_size)
-        predicted = {}
-        for tried in allowed.values():
-            odds = [chances(verdicts) for verdicts in records[tried[-1]].verdicts]
-            for setting in tried:
-                predicted[setting] = predict(stages_of(*setting, llm.manifest), odds, costs, batch_size)
-        compared = shortlist(predicted, expected, NUM_COMPARED, LEAST_PREDICTED)
-        compared += [one for one in UNPREDICTED if one.strategy in llm.supported(one.policy, (llm.verification,))]
-        ratios = compare(llm, groups, compared, params, lambda text: on_progress(f"batch {batch_size}: {text}"))
+        told, ratios = _measure(
+            llm, groups, kinds, params, names, lambda text: on_progress(f"batch {batch_size}: {text}")
+        )
     finally:
         llm.use(PLAIN, verification=llm.verification)
+    plain = Setting(PLAIN)
     figures = {plain: _figure(plain, 1.0, [1.0])}
-    for setting in compared:
-        told = predicted[setting] / expected if setting in predicted else None
-        figures[setting] = _figure(setting, told, ratios[setting])
+    figures |= {setting: _figure(setting, told.get(setting), own) for setting, own in ratios.items()}
     tuned: dict[str, Figure] = {}
     for one in sorted(figures.values(), key=lambda one: one.ratio):
         tuned[one.strategy] = one
+    whole = {setting: own for setting, own in ratios.items() if len(own) == len(groups)}
     lowest = LOWEST_QUARTER if llm.verification == "identity" else 1.0
-    chosen = figures.pop(choose(ratios, margin, lowest))
+    chosen = figures.pop(choose(whole, margin, lowest))
     by_workload = {}
     for kind in dict.fromkeys(kinds) if workloads else ():
-        own = _of_kind(ratios, kinds, kind)
-        best = choose(own, margin, lowest)
-        by_workload[kind] = _figure(best, None, own.get(best, [1.0]))
+        own_ratios = _of_kind(whole, kinds, kind)
+        best = choose(own_ratios, margin, lowest)
+        by_workload[kind] = _figure(best, None, own_ratios.get(best, [1.0]))
     runner_up = max((f for f in figures.values() if f.strategy not in LOSSY), key=lambda one: one.ratio, default=None)
     return PlanEntry(
         batch_size=batch_size, chosen=chosen, runner_up=runner_up, tuned=list(tuned.values()), by_workload=by_workload
     )
+
+
+def _measure(
+    llm: LLM,
+    groups: Sequence[Prompts],
+    kinds: Sequence[str],
+    params: SamplingParams,
+    names: Collection[str],
+    on_progress: Callable[[str], None],
+) -> tuple[dict[Setting, float], Ratios]:
+    """Predicted and measured speeds relative to plain decoding, of settings of these strategies."""
+    plain, batch_size = Setting(PLAIN), len(groups[0])
+    allowed = {name: tried for name, tried in settings(llm.manifest).items() if name in names}
+    on_progress(PLAIN)
+    probed = groups[: max(len(set(kinds)), -(-MIN_GROUPS // batch_size))]
+    records = {plain: probe(llm, probed, plain, params)}
+    for tried in allowed.values():
+        for setting in dict.fromkeys((tried[0], tried[-1])):
+            on_progress(f"probing {setting.strategy}")
+            records[setting] = probe(llm, probed, setting, params)
+    costs = _costs(list(records.values()))
+    expected = predict(stages_of(*plain, llm.manifest), [()], costs, batch_size)
+    predicted = {}
+    for tried in allowed.values():
+        odds = [chances(verdicts) for verdicts in records[tried[-1]].verdicts]
+        for setting in tried:
+            predicted[setting] = predict(stages_of(*setting, llm.manifest), odds, costs, batch_size)
+    compared = shortlist(predicted, expected, NUM_COMPARED, LEAST_PREDICTED)
+    compared += [
+        one
+        for one in UNPREDICTED
+        if one.strategy in names and one.strategy in llm.supported(one.policy, (llm.verification,))
+    ]
+    told = {setting: speed / expected for setting, speed in predicted.items()}
+    return told, compare(llm, groups, compared, params, on_progress, kinds)
+
+
+def check_fills(llm: LLM, prompts: Prompts, batch_size: int, params: SamplingParams) -> None:
+    """ValueError unless so many prompts come to decode all together, which figures for that batch size need."""
+    probe(llm, _groups(prompts, batch_size)[:1], Setting(PLAIN), params)
 
 
 def probe(llm: LLM, groups: Sequence[Prompts], setting: Setting, params: SamplingParams) -> Record:
@@ -178,12 +210,23 @@ def compare(
     compared: Sequence[Setting],
     params: SamplingParams,
     on_progress: Callable[[str], None] = lambda _: None,
+    kinds: Sequence[str] = (),
 ) -> Ratios:
-    """Run all of them and plain decoding in turn. Each takes its turn at being first."""
+    """Run all of them and plain decoding in turn. Each takes its turn at being first.
+
+    A setting that is `FAR_BEHIND` in every kind of text after `NUM_SCREENED` groups of each has no more ratios.
+
+    Args:
+        kinds: of text, of each group; none: they are all alike.
+    """
     contenders = [Setting(PLAIN), *compared]
     ratios: Ratios = {setting: [] for setting in compared}
+    kinds = kinds or [""] * len(groups)
     for number, group in enumerate(groups):
         on_progress(f"comparing, {number + 1} of {len(groups)}")
+        if number == NUM_SCREENED * len(set(kinds)):
+            keeping = _promising(ratios, kinds)
+            contenders = [one for one in contenders if one.strategy == PLAIN or one in keeping]
         turn, speeds = number % len(contenders), {}
         for setting in contenders[turn:] + contenders[:turn]:
             llm.use(*setting, verification=llm.verification)
@@ -192,9 +235,19 @@ def compare(
             seconds = time.perf_counter() - start
             check_whole(outputs)
             speeds[setting] = sum(len(output.outputs[0].token_ids) for output in outputs) / seconds
-        for setting in compared:
+        for setting in contenders[1:]:
             ratios[setting].append(speeds[setting] / speeds[contenders[0]])
     return ratios
+
+
+def _promising(ratios: Ratios, kinds: Sequence[str]) -> set[Setting]:
+    """Those that are not far behind in some kind of text."""
+    keeping = set[Setting]()
+    for kind in set(kinds):
+        means = {one: statistics.fmean(own) for one, own in _of_kind(ratios, kinds, kind).items() if own}
+        least = FAR_BEHIND * max([1.0, *means.values()])
+        keeping |= {one for one, mean in means.items() if mean >= least}
+    return keeping
 
 
 def _groups(prompts: Prompts, batch_size: int) -> list[Prompts]:
@@ -215,7 +268,7 @@ def _by_kind(prompts: Prompts, workloads: Sequence[str], batch_size: int) -> tup
 
 def _of_kind(ratios: Ratios, kinds: Sequence[str], kind: str) -> Ratios:
     places = [place for place, other in enumerate(kinds) if other == kind]
-    return {setting: [every[place] for place in places] for setting, every in ratios.items()}
+    return {setting: [every[place] for place in places if place < len(every)] for setting, every in ratios.items()}
 
 
 def _costs(records: Sequence[Record]) -> Costs:

@@ -147,6 +147,11 @@ class Plan:
         """That of the largest batch size not above `num_rows`; below all, the smallest's."""
         return [self.entries[0], *(entry for entry in self.entries if entry.batch_size <= num_rows)][-1]
 
+    def tuned_for(self, num_rows: int) -> dict[str, Figure]:
+        """The best of each strategy for so many rows, or for fewer, where it was far behind and not tried again."""
+        last = self.entry_for(num_rows).batch_size
+        return {one.strategy: one for entry in self.entries if entry.batch_size <= last for one in entry.tuned}
+
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2, allow_nan=False) + "\n"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import time
 from typing import Any
 
 from infer.commands import options
@@ -33,7 +34,7 @@ def _run(args: argparse.Namespace) -> int:
     from infer import calibration
     from infer.machine import load_average, note_if_busy
     from infer.params import SamplingParams
-    from infer.plan import Plan, Sample, write_plan
+    from infer.plan import Plan, PlanEntry, Sample, write_plan
     from infer.profile import question_rows
     from infer.prompts import read_prompts
     from infer.report import print_plan
@@ -58,12 +59,19 @@ def _run(args: argparse.Namespace) -> int:
     note_if_busy(load_average())
     llm = options.load_llm(args, "autoregressive", args.verification)
     prompts = [options.token_ids(llm, row) for row in rows]
-    # The largest first: answers that are too short for a batch to fill are found before any other work is done
-    entries = [
-        calibration.plan_batch(llm, prompts, size, params, args.margin, options.show_progress, workloads)
-        for size in reversed(sizes)
-    ][::-1]
-    print(file=sys.stderr)
+    calibration.check_fills(llm, prompts, sizes[-1], params)  # before any other work is done
+    entries: list[PlanEntry] = []
+    for size in sizes:
+        began = time.monotonic()
+        smaller = entries[-1] if entries else None
+        entry = calibration.plan_batch(
+            llm, prompts, size, params, args.margin, options.show_progress, workloads, smaller
+        )
+        entries.append(entry)
+        seconds = round(time.monotonic() - began)
+        options.show_progress("")
+        chosen = f"{entry.chosen.strategy}, {entry.chosen.ratio:.2f} of plain decoding's speed"
+        print(f"batch {size}: {chosen}, in {seconds} s", file=sys.stderr)
     sample = Sample(
         num_prompts=len(prompts),
         max_tokens=args.max_tokens,

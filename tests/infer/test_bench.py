@@ -221,7 +221,7 @@ def test_a_plan_gives_auto_its_choice_and_each_strategy_its_best() -> None:
     entry = PlanEntry(
         batch_size=1, chosen=figure("layerskip", 4), runner_up=None, tuned=[figure("layerskip", 4), figure("hispec", 2)]
     )
-    plan = SimpleNamespace(entry_for=lambda size: entry)
+    plan = SimpleNamespace(entry_for=lambda size: entry, tuned_for=lambda size: {f.strategy: f for f in entry.tuned})
     names, kinds = ("auto", "hispec", "prompt_lookup"), {"code": ""}
     chosen = Setting("layerskip", entry.chosen.policy)
     assert settings_of(plan, names, (1,), kinds, is_tuned=False) == {("auto", 1, "code"): chosen}

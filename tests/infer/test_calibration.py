@@ -101,6 +101,7 @@ def test_ratios_are_tokens_by_seconds_and_each_takes_its_turn_at_being_first(
     llm: LLM, clock: Clock, monkeypatch
 ) -> None:
     runner, order = llm.engine.runner, []
+    monkeypatch.setattr(calibration, "NUM_SCREENED", 9)
     runner.bind(slowed(as_intermediate(runner.programs), clock, lambda name: 10.0 if name == "target.trunk" else 0.5),
                 bitwise=False)  # fmt: skip
     compared = [Setting("layerskip", Policy(num_draft_tokens=1)), Setting("hispec", Policy(num_draft_tokens=1))]
@@ -153,6 +154,62 @@ def test_an_artifact_without_lower_exits_is_planned_too(llm: LLM, clock: Clock, 
     monkeypatch.setattr(calibration, "UNPREDICTED", [])
     entry = plan_batch(llm, PROMPTS[:1], 1, PARAMS, 0.03)
     assert entry.chosen.strategy == PLAIN and entry.runner_up is None
+
+
+def test_a_setting_that_is_far_behind_is_run_no_further(llm: LLM, clock: Clock, monkeypatch) -> None:
+    runner, order = llm.engine.runner, []
+    runner.bind(slowed(as_intermediate(runner.programs), clock, lambda name: 10.0 if name == "target.trunk" else 0.5),
+                bitwise=False)  # fmt: skip
+    good, bad = Setting("hispec", Policy(num_draft_tokens=1)), Setting("layerskip", Policy(num_draft_tokens=5))
+    use = llm.use
+    monkeypatch.setattr(llm, "use", lambda *given, **more: (order.append(Setting(*given)), use(*given, **more)))
+    groups = [PROMPTS[:1], PROMPTS[1:2]] * 3
+    ratios = compare(llm, groups, [good, bad], PARAMS)
+    assert min(ratios[good]) > 1.2 > max(ratios[bad]) and len(ratios[good]) == 6 and len(ratios[bad]) == 2
+    assert order.count(bad) == calibration.NUM_SCREENED and order.count(good) == order.count(PLAIN_SETTING) == 6
+    order.clear()
+    ratios = compare(llm, groups, [good, bad], PARAMS, kinds=["code", "news"] * 3)  # as many of each kind
+    assert len(ratios[good]) == 6 and len(ratios[bad]) == order.count(bad) == 4
+
+
+def test_what_is_good_for_one_kind_of_text_is_run_on() -> None:
+    one, other = Setting("layerskip"), Setting("hispec")
+    ratios = {one: [0.5, 1.5, 0.5, 1.5], other: [0.8, 1.0, 0.8, 1.0]}
+    assert calibration._promising(ratios, ["code", "news"] * 2) == {one}
+    ratios[other] = [0.95, 1.0, 0.95, 1.0]
+    assert calibration._promising(ratios, ["code", "news"] * 2) == {one, other}
+
+
+def test_a_strategy_far_behind_at_fewer_rows_is_not_tried_at_more(llm: LLM, clock: Clock, monkeypatch) -> None:
+    runner, seen = llm.engine.runner, set()
+    runner.bind(slowed(runner.programs, clock, lambda _: 1.0), bitwise=False)
+    monkeypatch.setattr(calibration, "probe", lambda llm, groups, setting, params: seen.add(setting.strategy) or
+                        probe(llm, groups, setting, params))  # fmt: skip
+
+    def rigged(llm: LLM, groups: Any, compared: Any, *_: Any) -> dict[Setting, list[float]]:
+        seen.update(one.strategy for one in compared)
+        return {one: [1.1 if one.strategy == "layerskip" else 0.8] * len(groups) for one in compared}
+
+    monkeypatch.setattr(calibration, "compare", rigged)
+    first = plan_batch(llm, PROMPTS, 1, PARAMS, 0.03)
+    assert seen >= {PLAIN, "layerskip", "hispec", "prompt_lookup"}
+    seen.clear()
+    second = plan_batch(llm, PROMPTS, 2, PARAMS, 0.03, smaller=first)
+    assert seen == {PLAIN, "layerskip"} == {one.strategy for one in second.tuned}
+    assert second.chosen.strategy == "layerskip"
+    seen.clear()
+    plan_batch(llm, PROMPTS, 4, PARAMS, 0.03, smaller=second)
+    assert seen == {PLAIN, "layerskip"}
+
+
+def test_a_setting_of_which_too_little_was_seen_is_not_chosen(llm: LLM, clock: Clock, monkeypatch) -> None:
+    llm.engine.runner.bind(slowed(llm.engine.runner.programs, clock, lambda _: 1.0), bitwise=False)
+
+    def rigged(llm: LLM, groups: Any, compared: Any, *_: Any) -> dict[Setting, list[float]]:
+        return {one: [3.0] * 2 if number else [1.5] * len(groups) for number, one in enumerate(compared)}
+
+    monkeypatch.setattr(calibration, "compare", rigged)
+    assert plan_batch(llm, PROMPTS, 1, PARAMS, 0.03).chosen.ratio == 1.5
 
 
 def test_groups_fill_the_batch_and_hold_every_prompt() -> None:

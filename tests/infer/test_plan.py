@@ -101,6 +101,16 @@ def test_the_entry_is_that_of_the_largest_batch_size_not_above() -> None:
             replace(plan, entries=[entry(size, "autoregressive", Policy()) for size in sizes])
 
 
+def test_a_strategy_that_was_not_tried_at_a_size_has_its_numbers_from_fewer_rows() -> None:
+    conditions = Conditions(**{one.name: "x" for one in fields(Conditions)})  # type: ignore[arg-type]
+    plan = make_plan(conditions, *ENTRIES, (8, "layerskip", Policy(num_draft_tokens=1)))
+    for rows, numbers in ((1, (1, 5)), (3, (1, 3)), (7, (1, 3)), (8, (1, 1))):
+        tuned = plan.tuned_for(rows)
+        assert tuned["hispec"].policy.num_draft_tokens == numbers[0]
+        assert ("layerskip" in tuned) == (rows >= 3)
+        assert rows < 3 or tuned["layerskip"].policy.num_draft_tokens == numbers[1]
+
+
 def test_a_plan_chooses_by_the_workload_that_is_named(artifact: Path, planned: Artifact, loaded: LLM) -> None:
     made = make_plan(loaded.conditions)
     code = replace(made.entries[0].chosen, strategy="layerskip", policy=Policy(num_draft_tokens=6))
