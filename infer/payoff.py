@@ -28,6 +28,7 @@ FEWEST_PLAIN, FEWEST_SPECULATING = 3, 3  # rounds before their times are believe
 ROUNDS_BETWEEN_PLAIN = 64  # while speculation pays: a plain round now and then, as costs drift
 SHORTEST_PAUSE, LONGEST_PAUSE = 8, 128  # plain rounds before speculation is tried again
 FADING = 0.95  # what a row's evidence still counts for after each further speculating round
+LIKELY_SHARE = 0.5  # of the tokens that a text may get, which it gets in the mean: many end by themselves
 TRIAL_SHARE = 0.02  # of plain rounds' time: what exits may take of prompts for a mere trial
 NUM_USUAL = 4.0  # rounds of the row's own that the usual gain weighs as much as
 USUAL_WEIGHT = 0.02  # of the latest round in the usual gain
@@ -47,11 +48,11 @@ class _Size:
         """Tokens that a speculating round must give each row to be worth its time."""
         return statistics.median(self.speculating) / statistics.median(self.plain)
 
-    def saved(self, gain: float, num_tokens: float) -> float:
-        """Seconds that speculation saves while each row gets so many tokens, at `gain` a round; while its times are
-        unknown, as if its rounds took no longer than plain ones."""
+    def saved(self, gain: float, num_to_come: float) -> float:
+        """Seconds that speculation should save at `gain` a round while each row gets at most so many tokens; while its
+        times are unknown, as if its rounds took no longer than plain ones."""
         break_even = self.break_even() if len(self.speculating) >= FEWEST_SPECULATING else 1.0
-        return statistics.median(self.plain) * num_tokens * (1 - break_even / max(gain, 1.0))
+        return statistics.median(self.plain) * LIKELY_SHARE * num_to_come * (1 - break_even / max(gain, 1.0))
 
 
 class Payoff:

@@ -144,16 +144,17 @@ def waiting_row(num_prompt: int, num_to_come: int) -> Row:
 
 
 def test_a_prompt_is_shown_to_exits_where_its_answer_may_repay_it():
-    """Two tokens a round of 1.5 times the time save a quarter: 100 tokens repay 25 s, which exits take of 2,500."""
+    """Two tokens a round of 1.5 times the time save a quarter: of 200 tokens, 100 of which are likely, 25 s, which
+    exits take of 2,500 tokens."""
     payoff = learnt()
-    assert payoff.expects_gain(1, 100, 2400, PER_TOKEN) and not payoff.expects_gain(1, 100, 2600, PER_TOKEN)
+    assert payoff.expects_gain(1, 200, 2400, PER_TOKEN) and not payoff.expects_gain(1, 200, 2600, PER_TOKEN)
     assert not learnt(1).expects_gain(1, 10**6, 10, PER_TOKEN)
 
 
 def test_rows_of_a_batch_share_what_speculation_saves():
     payoff = Payoff()
     play(payoff, [row(), row(), row(), row()], 100, lambda number: 2)
-    assert payoff.expects_gain(4, 100, 600, PER_TOKEN) and not payoff.expects_gain(4, 100, 650, PER_TOKEN)
+    assert payoff.expects_gain(4, 200, 600, PER_TOKEN) and not payoff.expects_gain(4, 200, 650, PER_TOKEN)
 
 
 def test_as_long_as_times_are_unknown_exits_see_every_prompt():
@@ -161,7 +162,7 @@ def test_as_long_as_times_are_unknown_exits_see_every_prompt():
 
 
 def test_exits_catch_up_where_a_text_pays_for_that():
-    for num_to_come, pays in ((110, True), (90, False)):
+    for num_to_come, pays in ((220, True), (180, False)):
         payoff = learnt()
         payoff.note_fill(1000, 10.0)
         played = play(payoff, [waiting_row(2500, num_to_come)], 20, lambda number: 2)
