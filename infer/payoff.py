@@ -25,6 +25,8 @@ from infer.row import Row
 
 KEPT = 9  # times of the latest rounds, whose median counts: a stall of the machine must not decide anything
 FEWEST_PLAIN, FEWEST_SPECULATING = 3, 3  # rounds before their times are believed
+NUM_UNTIMED = 2  # speculating rounds after a plain one: the first also brings exits up to the rows' ends
+SHORT = 255  # tokens of a row, up to which attention takes next to no time
 ROUNDS_BETWEEN_PLAIN = 64  # while speculation pays: a plain round now and then, as costs drift
 SHORTEST_PAUSE, LONGEST_PAUSE = 8, 128  # plain rounds before speculation is tried again
 FADING = 0.95  # what a row's evidence still counts for after each further speculating round
@@ -36,7 +38,7 @@ USUAL_WEIGHT = 0.02  # of the latest round in the usual gain
 
 @dataclass(slots=True)
 class _Size:
-    """What is known of rounds of about so many rows."""
+    """What is known of rounds that take about as long."""
 
     plain: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))  # seconds
     speculating: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
@@ -59,9 +61,9 @@ class Payoff:
     """Of one setting: another one has other costs."""
 
     def __init__(self) -> None:
-        self._sizes: dict[int, _Size] = defaultdict(_Size)  # numbers of rows that differ by less than a factor of two
+        self._sizes: dict[tuple[int, int], _Size] = defaultdict(_Size)
         self._usual = 0.0  # tokens that a speculating round gives a row
-        self._has_speculated = False  # in the latest round
+        self._num_speculating = 0  # rounds without a plain one between them, up to now
         self._fill_seconds = 0.0  # of a token, when exits catch up with a prompt
         self._set_aside = 0.0  # seconds that such trials may take now
 
@@ -73,7 +75,7 @@ class Payoff:
         return any(row.speculates for row in rows)
 
     def _pays(self, rows: Sequence[Row]) -> bool:
-        size = self._sizes[len(rows).bit_length()]
+        size = self._size_of(len(rows), sum(map(len, rows)) // len(rows))
         if len(size.plain) < FEWEST_PLAIN:
             return False
         gain = statistics.fmean(self._gain(row) if row.params.speculate else 1.0 for row in rows)
@@ -95,7 +97,7 @@ class Payoff:
         exit_seconds: of a prompt's token; counts for what catching up takes too, until that was timed.
         """
         self._fill_seconds = self._fill_seconds or exit_seconds
-        size = self._sizes[num_rows.bit_length()]
+        size = self._size_of(num_rows, num_prompt_tokens)
         if len(size.plain) < FEWEST_PLAIN or len(size.speculating) < FEWEST_SPECULATING:
             return True
         return size.saved(self._usual, num_to_come) / num_rows > exit_seconds * num_prompt_tokens
@@ -105,21 +107,25 @@ class Payoff:
         self._fill_seconds = seconds / num_tokens
         self._set_aside = max(0.0, self._set_aside - seconds)
 
+    def _size_of(self, num_rows: int, length: int) -> _Size:
+        """What is known of rounds of about so many rows of about so many tokens each: both within a factor of two."""
+        return self._sizes[num_rows.bit_length(), max(length, SHORT).bit_length()]
+
     def _gain(self, row: Row) -> float:
         """Tokens that a speculating round is expected to give it."""
         return (NUM_USUAL * self._usual + row.num_gained) / (NUM_USUAL + row.num_speculated)
 
     def note(self, rows: Sequence[Row], num_gained: Sequence[int], seconds: float) -> None:
         """A round is done: tokens that each row gained, and what it took."""
-        size = self._sizes[len(rows).bit_length()]
+        size = self._size_of(len(rows), (sum(map(len, rows)) - sum(num_gained)) // len(rows))
         speculated = [(row, number) for row, number in zip(rows, num_gained, strict=True) if row.speculates]
-        is_usual, self._has_speculated = self._has_speculated, bool(speculated)
+        num_before, self._num_speculating = self._num_speculating, self._num_speculating + 1 if speculated else 0
         if not speculated:
             size.plain.append(seconds)
             if any(row.exits_wait for row in rows):
                 self._set_aside += TRIAL_SHARE * seconds
             return
-        if is_usual:  # the first such round also brings exits up to the rows' ends
+        if num_before >= NUM_UNTIMED:
             size.speculating.append(seconds)
         for row, number in speculated:
             self._usual += (USUAL_WEIGHT if self._usual else 1.0) * (number - self._usual)

@@ -9,7 +9,15 @@ import torch
 
 from infer.llm import LLM
 from infer.params import SamplingParams
-from infer.payoff import FEWEST_PLAIN, FEWEST_SPECULATING, LONGEST_PAUSE, ROUNDS_BETWEEN_PLAIN, SHORTEST_PAUSE, Payoff
+from infer.payoff import (
+    FEWEST_PLAIN,
+    FEWEST_SPECULATING,
+    LONGEST_PAUSE,
+    NUM_UNTIMED,
+    ROUNDS_BETWEEN_PLAIN,
+    SHORTEST_PAUSE,
+    Payoff,
+)
 from infer.row import Row
 from infer.strategy import Policy
 from tests.infer.test_invariants import entries, fresh_row, layered_model, paged
@@ -39,7 +47,7 @@ def play(payoff: Payoff, rows: list[Row], num_rounds: int, gain, seconds=(PLAIN,
 
 def test_speculation_that_pays_goes_on_but_for_a_plain_round_now_and_then():
     played = play(Payoff(), [row()], 400, lambda number: 2)
-    assert played.startswith("p" * FEWEST_PLAIN + "S" * (1 + FEWEST_SPECULATING))
+    assert played.startswith("p" * FEWEST_PLAIN + "S" * (NUM_UNTIMED + FEWEST_SPECULATING))
     assert [len(list(run)) for kind, run in itertools.groupby(played[7:]) if kind == "S"][1:-1] == [
         ROUNDS_BETWEEN_PLAIN - 1
     ] * 5
@@ -50,7 +58,7 @@ def test_speculation_that_does_not_pay_is_tried_after_ever_longer_pauses():
     played = play(Payoff(), [row()], 800, lambda number: 1)
     pauses = [len(list(run)) for kind, run in itertools.groupby(played) if kind == "p"][1:]
     assert pauses[:7] == [SHORTEST_PAUSE - 1, 15, 31, 63, LONGEST_PAUSE - 1, LONGEST_PAUSE - 1, LONGEST_PAUSE - 1]
-    assert played.count("S") < 15
+    assert played.count("S") < 16
 
 
 def test_a_text_that_turns_foreseeable_is_speculated_in_again():
@@ -117,7 +125,7 @@ def test_numbers_of_rows_have_times_of_their_own():
 
 # ---- what exits take of prompts ----
 
-PER_TOKEN = 0.01  # seconds that exits take of a prompt's token
+PER_TOKEN = 0.2  # seconds that exits take of a prompt's token
 
 
 def learnt(gain: int = 2) -> Payoff:
@@ -145,16 +153,26 @@ def waiting_row(num_prompt: int, num_to_come: int) -> Row:
 
 def test_a_prompt_is_shown_to_exits_where_its_answer_may_repay_it():
     """Two tokens a round of 1.5 times the time save a quarter: of 200 tokens, 100 of which are likely, 25 s, which
-    exits take of 2,500 tokens."""
+    exits take of 125 tokens."""
     payoff = learnt()
-    assert payoff.expects_gain(1, 200, 2400, PER_TOKEN) and not payoff.expects_gain(1, 200, 2600, PER_TOKEN)
+    assert payoff.expects_gain(1, 200, 120, PER_TOKEN) and not payoff.expects_gain(1, 200, 130, PER_TOKEN)
     assert not learnt(1).expects_gain(1, 10**6, 10, PER_TOKEN)
 
 
 def test_rows_of_a_batch_share_what_speculation_saves():
     payoff = Payoff()
     play(payoff, [row(), row(), row(), row()], 100, lambda number: 2)
-    assert payoff.expects_gain(4, 200, 600, PER_TOKEN) and not payoff.expects_gain(4, 200, 650, PER_TOKEN)
+    assert payoff.expects_gain(4, 200, 30, PER_TOKEN) and not payoff.expects_gain(4, 200, 33, PER_TOKEN)
+
+
+def test_long_texts_have_times_of_their_own():
+    """A step of a long text takes twice as long: what was learnt in it says nothing about short ones."""
+    payoff, long = learnt(), waiting_row(2000, 500)
+    long.exits_wait = False
+    assert "S" * 30 in play(payoff, [long], 60, lambda number: 2, seconds=(2.0, 3.0))
+    assert "S" * 9 not in play(payoff, [row()], 60, lambda number: 1.2)
+    assert "S" * 30 in play(payoff, [row()], 60, lambda number: 2)
+    assert not payoff.expects_gain(1, 200, 130, PER_TOKEN) and payoff.expects_gain(1, 2500, 2000, PER_TOKEN)
 
 
 def test_as_long_as_times_are_unknown_exits_see_every_prompt():
@@ -164,8 +182,8 @@ def test_as_long_as_times_are_unknown_exits_see_every_prompt():
 def test_exits_catch_up_where_a_text_pays_for_that():
     for num_to_come, pays in ((220, True), (180, False)):
         payoff = learnt()
-        payoff.note_fill(1000, 10.0)
-        played = play(payoff, [waiting_row(2500, num_to_come)], 20, lambda number: 2)
+        payoff.note_fill(100, 100 * PER_TOKEN)
+        played = play(payoff, [waiting_row(125, num_to_come)], 20, lambda number: 2)
         assert ("S" in played) == pays, played
 
 
@@ -173,14 +191,14 @@ def test_trials_take_no_more_of_prompts_than_what_is_set_aside():
     """Texts that gain nothing, 90 tokens each behind prompts of which exits would take 10 plain rounds: a trial is due
     in every text, and happens in as many as 2 % of plain decoding pay for."""
     payoff, num_fills, num_texts = learnt(1), 0, 200
-    payoff.note_fill(1000, 10.0)
+    payoff.note_fill(100, 10.0)
     for _ in range(num_texts):
-        waiting = waiting_row(1000, 90)
+        waiting = waiting_row(100, 90)
         for _ in range(90):
             is_speculating = payoff.choose([waiting])
             if is_speculating and waiting.exits_wait:
                 num_fills, waiting.exits_wait = num_fills + 1, False
-                payoff.note_fill(1000, 10.0)
+                payoff.note_fill(100, 10.0)
             payoff.note([waiting], [1], PLAIN if not is_speculating else SPECULATING)
     assert 20 <= num_fills <= 0.02 * 90 * num_texts / 10
 
